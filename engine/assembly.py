@@ -1,0 +1,141 @@
+"""Builds an engine core from a loaded model: sizes the KV pool, checks attention, measures step costs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from engine.attention.cache import LayerShape, PagedKV
+from engine.attention.check import check_against_eager, layer_shapes, vocab_size
+from engine.batch import BatchBuilder
+from engine.commit import Committer
+from engine.config import EngineConfig, EngineSettings, SpeculationConfig
+from engine.core import EngineCore
+from engine.errors import ModelLoadError
+from engine.kv_cache import BlockPool
+from engine.loading import LoadedModel
+from engine.model_runner import TransformersRunner
+from engine.scheduler import Scheduler, SchedulerLimits
+from engine.spec_decode.controller import Controller, StepCosts
+from engine.spec_decode.drafter import Drafter
+from engine.spec_decode.drafting import Drafting
+from engine.spec_decode.suffix import SuffixDrafter
+from engine.spec_decode.verifier import make_verifier
+from engine.step_bench import StepBench
+
+_CPU_POOL = 2 << 30
+_CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
+# Near-ties below these margins (in temperature-scaled logits) may flip when a row is computed among more rows.
+MARGIN_BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A core ready to step, and the figures the server tells its users."""
+
+    core: EngineCore
+    limits: SchedulerLimits
+    num_blocks: int
+
+
+def make_drafters(config: SpeculationConfig) -> list[Drafter]:
+    """The configured drafters, in order of precedence. Raises ModelLoadError for one that does not exist."""
+    known: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter}
+    unknown = [name for name in config.drafters if name not in known]
+    if unknown:
+        raise ModelLoadError(f"unknown drafter {unknown[0]!r}; available: {', '.join(known)}")
+    return [known[name]() for name in dict.fromkeys(config.drafters)] if config.enabled else []
+
+
+def assemble(
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    progress: Callable[[str], None],
+    drafters: Sequence[Drafter] | None = None,
+) -> Assembly:
+    """Builds the engine; ``drafters`` replaces the configured ones.
+
+    Raises ModelLoadError if the model cannot be served on this machine with these settings.
+    """
+    device = next(loaded.model.parameters()).device
+    dtype = next(loaded.model.parameters()).dtype
+    shapes = layer_shapes(loaded.model)
+    limits, num_blocks = _sizes(loaded, settings, shapes, dtype, device)
+    block_size = settings.engine.block_size
+    if drafters is None:
+        drafters = make_drafters(settings.speculation)
+    limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
+    drafting = Drafting(drafters, limits, vocab_size=vocab_size(loaded.model), block_size=block_size)
+    progress(f"allocating a KV cache of {num_blocks * block_size} tokens")
+    cache = PagedKV(shapes, num_blocks * block_size, dtype=dtype, device=device)
+    runner = TransformersRunner(
+        loaded.model, cache, needs_hidden=drafting.needs_hidden, hidden_layers=drafting.hidden_layers
+    )
+    bench = StepBench(runner, BatchBuilder(cache, block_size, device), block_size, num_blocks)
+    _check(loaded, bench, runner)
+    costs = None
+    if settings.speculation.enabled:
+        progress("measuring step times")
+        costs = StepCosts.measured(bench.time_step, 1 + limits.max_draft_tokens)
+    pool = BlockPool(num_blocks, block_size, prefix_caching=settings.engine.prefix_caching)
+    scheduler = Scheduler(pool, limits, Controller(costs, enabled=settings.speculation.enabled))
+    committer = Committer(scheduler, runner, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
+    core = EngineCore(scheduler, runner, BatchBuilder(cache, block_size, device), drafting, committer)
+    return Assembly(core, limits, num_blocks)
+
+
+def _check(loaded: LoadedModel, bench: StepBench, runner: TransformersRunner) -> None:
+    def logits_of(token_ids: list[int]) -> torch.Tensor:
+        runner.bind()
+        return bench.logits(token_ids)
+
+    check_against_eager(loaded.model, logits_of)
+
+
+def _sizes(
+    loaded: LoadedModel,
+    settings: EngineSettings,
+    shapes: list[LayerShape],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[SchedulerLimits, int]:
+    config = settings.engine
+    block_bytes = sum(shape.bytes_per_token(dtype) for shape in shapes) * config.block_size
+    positions = loaded.max_position_embeddings
+    if config.max_model_len is not None and positions is not None and config.max_model_len > positions:
+        raise ModelLoadError(
+            f"engine.max_model_len {config.max_model_len} is more than the model's {positions} positions"
+        )
+    budget = config.kv_cache_memory or _default_pool(config, device)
+    num_blocks = budget // block_bytes
+    draft = settings.speculation.max_draft_tokens if settings.speculation.enabled else 0
+    # One whole sequence with its drafted rows must fit, or its request could never end.
+    spare = -(-draft // config.block_size) + 1
+    fits = max(0, num_blocks - spare) * config.block_size
+    if config.max_model_len is not None and fits < config.max_model_len:
+        raise ModelLoadError(
+            f"a KV cache of {budget >> 20} MiB holds {fits} tokens, fewer than engine.max_model_len "
+            f"{config.max_model_len}; raise engine.kv_cache_memory or lower engine.max_model_len"
+        )
+    if fits < config.block_size:
+        raise ModelLoadError(
+            f"too little memory for a KV cache: {budget >> 20} MiB hold {num_blocks} blocks of {block_bytes >> 10} KiB"
+        )
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=min(fits, config.max_model_len or positions or fits),
+        max_draft_tokens=draft,
+    )
+    return limits, num_blocks
+
+
+def _default_pool(config: EngineConfig, device: torch.device) -> int:
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free * _CUDA_SHARE)
+    return min(_CPU_POOL, int(psutil.virtual_memory().available * _CPU_SHARE))

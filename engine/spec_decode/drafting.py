@@ -1,0 +1,122 @@
+"""All drafters of an engine as one: proposals merged into one tree a request, feedback handed to each."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.scheduler import ScheduledRequest, SchedulerLimits
+from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.tree import DraftTree, merged
+
+if TYPE_CHECKING:
+    from engine.commit import Emission
+    from engine.request import Request
+
+log = logging.getLogger("headlong.engine")
+
+
+class Drafting:
+    """Runs the drafters after each step. A drafter that raises loses its proposals of that step, never a request."""
+
+    def __init__(
+        self, drafters: Sequence[Drafter], limits: SchedulerLimits, *, vocab_size: int, block_size: int
+    ) -> None:
+        self.drafters = tuple(drafters)
+        self._limits = limits
+        self._vocab_size = vocab_size
+        self._block_size = block_size
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(drafter.method for drafter in self.drafters)
+
+    @property
+    def needs_hidden(self) -> bool:
+        return any(drafter.needs_hidden or drafter.hidden_layers for drafter in self.drafters)
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
+
+    def release(self, request_id: str) -> None:
+        for drafter in self.drafters:
+            drafter.release(request_id)
+
+    def extra_rows(self, scheduled: Sequence[ScheduledRequest]) -> list[ExtraRows | None]:
+        """Rows that drafters add below the last token; at most one drafter may add some to a request."""
+        return [self._extra_rows(item) for item in scheduled]
+
+    def _extra_rows(self, item: ScheduledRequest) -> ExtraRows | None:
+        request = item.request
+        if not item.completes:
+            return None
+        room = len(request.block_ids) * self._block_size - request.num_tokens - len(item.tree)
+        for drafter in self._chosen(request):
+            if 0 < drafter.max_extra_rows <= room:
+                extra = drafter.extra_rows(self._context(request), item.tree)
+                if extra is not None:
+                    return extra
+        return None
+
+    def learn_and_propose(self, emissions: Sequence[tuple[Request, Emission]]) -> None:
+        """Gives feedback on what was proposed before this step, then proposes for the next one."""
+        pending = []
+        for request, emission in emissions:
+            if not emission.tokens or not request.source.speculation.enabled:
+                continue
+            if len(request.proposal):
+                emitted = [token.token_id for token in emission.tokens]
+                self._observe(DraftFeedback(request.request_id, request.proposal, emitted))
+            request.proposal = DraftTree()
+            if request.finish_reason is None and request.tokens_left(self._limits.max_model_len) > 1:
+                pending.append(request)
+        self._propose(pending)
+
+    def _observe(self, feedback: DraftFeedback) -> None:
+        for drafter in self.drafters:
+            try:
+                drafter.observe(feedback)
+            except Exception:
+                log.exception("drafter %s could not learn from its feedback", drafter.method)
+
+    def _propose(self, requests: Sequence[Request]) -> None:
+        trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
+        for drafter in self.drafters:
+            contexts = [self._context(request) for request in requests if drafter in self._chosen(request)]
+            if not contexts:
+                continue
+            try:
+                proposals = drafter.propose(contexts)
+            except Exception:
+                log.exception("drafter %s failed; this step has none of its drafts", drafter.method)
+                continue
+            for context, tree in zip(contexts, proposals, strict=True):
+                if all(0 <= token < self._vocab_size for token in tree.tokens):
+                    trees[context.request_id].append(tree)
+                else:
+                    log.error("drafter %s proposed a token outside the vocabulary", drafter.method)
+        for request in requests:
+            found = trees[request.request_id]
+            request.proposal = found[0] if len(found) == 1 else merged(found)
+
+    def _chosen(self, request: Request) -> list[Drafter]:
+        wish = request.source.speculation
+        if not wish.enabled:
+            return []
+        return [drafter for drafter in self.drafters if wish.method in ("auto", drafter.method)]
+
+    def _context(self, request: Request) -> DraftContext:
+        wish = request.source.speculation.max_draft_tokens
+        limit = self._limits.max_draft_tokens
+        return DraftContext(
+            request_id=request.request_id,
+            token_ids=request.token_ids,
+            prompt_length=request.prompt_length,
+            sampling=request.sampling,
+            max_depth=max(0, request.tokens_left(self._limits.max_model_len) - 1),
+            max_nodes=limit if wish is None else min(limit, wish),
+            accepted=request.accepted,
+            extra=request.extra,
+        )

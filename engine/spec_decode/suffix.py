@@ -1,0 +1,175 @@
+"""The ``suffix`` drafter: what followed the last time the text stood like this.
+
+For each request it keeps where every 1-, 2- and 3-gram of prompt and output ended. The continuations of the longest
+matching suffixes, weighted by how long each match is and how often each continuation was seen, form the tree. No
+training and no state beyond the request. Related: prompt lookup decoding; SuffixDecoding (arXiv 2411.04975).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.spec_decode.acceptance import AcceptanceTable
+from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
+from engine.spec_decode.tree import ROOT, DraftTree
+
+MAX_GRAM = 3
+MAX_MATCH = 32  # longer matches say no more about what follows
+MAX_SOURCES = 16  # earlier occurrences looked at, the latest first
+MIN_SURVIVAL = 0.02
+
+
+@dataclass(slots=True)
+class SuffixIndex:
+    """Where each n-gram ended, for one growing token list. ``ends[n][gram]`` holds indices, oldest first."""
+
+    ends: tuple[dict[tuple[int, ...], list[int]], ...] = field(
+        default_factory=lambda: tuple({} for _ in range(MAX_GRAM + 1))
+    )
+    length: int = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Indexes the tokens beyond those already seen; ``tokens`` is the whole list."""
+        for end in range(self.length, len(tokens)):
+            for size in range(1, min(MAX_GRAM, end + 1) + 1):
+                gram = tuple(tokens[end + 1 - size : end + 1])
+                self.ends[size].setdefault(gram, []).append(end)
+        self.length = len(tokens)
+
+    def matches(self, tokens: Sequence[int]) -> list[tuple[int, int]]:
+        """(length, end) of earlier places that match the suffix of ``tokens``, longest match first.
+
+        Only the longest n-gram that occurred before is followed; at most ``MAX_SOURCES`` places.
+        """
+        last = len(tokens) - 1
+        for size in range(min(MAX_GRAM, len(tokens)), 0, -1):
+            ends = self.ends[size].get(tuple(tokens[last + 1 - size :]), [])
+            earlier = [end for end in ends[-MAX_SOURCES - 1 :] if end < last]
+            if earlier:
+                found = [(self._match_length(tokens, end, size), end) for end in earlier]
+                return sorted(found, reverse=True)
+        return []
+
+    @staticmethod
+    def _match_length(tokens: Sequence[int], end: int, known: int) -> int:
+        length, last = known, len(tokens) - 1
+        while length < MAX_MATCH and length <= end and tokens[end - length] == tokens[last - length]:
+            length += 1
+        return length
+
+
+@dataclass(slots=True)
+class _Origin:
+    """What the estimate of a proposed node rests on: its match length, and its share among its siblings."""
+
+    match: int
+    share: float
+
+
+@dataclass(slots=True)
+class _RequestState:
+    index: SuffixIndex = field(default_factory=SuffixIndex)
+    acceptance: AcceptanceTable | None = None
+    origins: dict[tuple[int, ...], _Origin] = field(default_factory=dict)
+
+
+class SuffixDrafter:
+    """See the module's docstring. ``method`` is "suffix"."""
+
+    method = "suffix"
+    needs_hidden = False
+    hidden_layers: tuple[int, ...] = ()
+    max_extra_rows = 0
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _RequestState] = {}
+        self._acceptance = AcceptanceTable(MAX_MATCH)
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        return [self._propose(context) for context in contexts]
+
+    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
+        return None
+
+    def release(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+    def _propose(self, context: DraftContext) -> DraftTree:
+        state = self._requests.get(context.request_id)
+        if state is None:
+            state = _RequestState(acceptance=AcceptanceTable(MAX_MATCH, prior=self._acceptance))
+            self._requests[context.request_id] = state
+        state.index.extend(context.token_ids)
+        state.origins = {}
+        tree = DraftTree()
+        matches = state.index.matches(context.token_ids)
+        if matches and context.max_nodes > 0:
+            self._grow(tree, context, matches, state)
+        return tree
+
+    def _grow(
+        self, tree: DraftTree, context: DraftContext, matches: list[tuple[int, int]], state: _RequestState
+    ) -> None:
+        """Depth by depth: the places still alive under a node vote for its children."""
+        longest = matches[0][0]
+        # Halved for every token by which a match is shorter: a longer context predicts better.
+        votes = [(end, length, 0.5 ** (longest - length)) for length, end in matches]
+        level = [(ROOT, votes)]
+        depth = 0
+        while level and depth < context.max_depth and len(tree) < 2 * context.max_nodes:
+            level = [
+                child for node, alive in level for child in self._children(tree, node, alive, depth, context, state)
+            ]
+            depth += 1
+
+    def _children(
+        self,
+        tree: DraftTree,
+        node: int,
+        votes: list[tuple[int, int, float]],
+        depth: int,
+        context: DraftContext,
+        state: _RequestState,
+    ) -> list[tuple[int, list[tuple[int, int, float]]]]:
+        tokens = context.token_ids
+        following: dict[int, list[tuple[int, int, float]]] = {}
+        for end, length, weight in votes:
+            if end + depth + 1 < len(tokens):
+                following.setdefault(tokens[end + depth + 1], []).append((end, length, weight))
+        total = sum(weight for alive in following.values() for _, _, weight in alive)
+        parent = 1.0 if node == ROOT else tree.survival[node]
+        path = () if node == ROOT else tuple(tree.path_tokens(node))
+        children = []
+        for token, alive in following.items():
+            match = min(MAX_MATCH, max(length for _, length, _ in alive) + depth)
+            share = sum(weight for _, _, weight in alive) / total
+            assert state.acceptance is not None
+            survival = parent * state.acceptance.rate(match) * share
+            if survival >= MIN_SURVIVAL:
+                child = tree.add(token, node, survival, self.method)
+                state.origins[*path, token] = _Origin(match, share)
+                children.append((child, alive))
+        return children
+
+    def observe(self, feedback: DraftFeedback) -> None:
+        """Counts, along what was really emitted, how often a match of some length was followed as it had been.
+
+        It asks whether any child was right, so that one rate serves every share of the votes.
+        """
+        state = self._requests.get(feedback.request_id)
+        if state is None or not state.origins:
+            return
+        path: tuple[int, ...] = ()
+        for token in feedback.emitted:
+            asked = [origin for known, origin in state.origins.items() if known[:-1] == path]
+            if not asked:
+                break
+            path = (*path, token)
+            hit = path in state.origins
+            match = max(origin.match for origin in asked)
+            assert state.acceptance is not None
+            state.acceptance.record(match, hit)
+            self._acceptance.record(match, hit)
+            if not hit:
+                break

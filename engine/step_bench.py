@@ -1,0 +1,63 @@
+"""Steps outside any schedule: for the load-time check of attention and for measuring T(rows)."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from engine.batch import BatchBuilder
+from engine.model_runner import ModelRunner
+from engine.request import Request
+from engine.sampling_params import EngineRequest, SamplingParams
+from engine.scheduler import ScheduledRequest
+from engine.spec_decode.tree import ROOT, DraftTree
+
+_WARM_CONTEXT = 256
+
+
+class StepBench:
+    """Only for use while the pool is idle: it writes to blocks that nobody allocated."""
+
+    def __init__(self, runner: ModelRunner, builder: BatchBuilder, block_size: int, num_blocks: int) -> None:
+        self._runner = runner
+        self._builder = builder
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+
+    def _request(self, token_ids: list[int], max_tokens: int = 1) -> Request:
+        source = EngineRequest("bench", tuple(token_ids), SamplingParams(max_tokens=max_tokens, prompt_logprobs=0))
+        request = Request.from_source(source, ())
+        request.block_ids = list(range(self._num_blocks))
+        return request
+
+    def logits(self, token_ids: list[int]) -> torch.Tensor:
+        """[tokens, vocab]: the first half as one chunk, then a chunk, then the last two as root and drafted node."""
+        half, last = len(token_ids) // 2, len(token_ids) - 1
+        request = self._request(token_ids)
+        parts = []
+        for start, end in ((0, half), (half, last - 1)):
+            parts.append(self._forward(ScheduledRequest(request, start, end - start, DraftTree())))
+        request.token_ids = token_ids[:last]
+        tree = DraftTree()
+        tree.add((token_ids[last] + 1) % 2, ROOT, 0.5, "check")
+        tree.add(token_ids[last], ROOT, 0.5, "check")
+        rows = self._forward(ScheduledRequest(request, last - 1, 1, tree))
+        return torch.cat([*parts, rows[:1], rows[-1:]])
+
+    def _forward(self, item: ScheduledRequest) -> torch.Tensor:
+        return self._runner.forward(self._builder.build([item], [None])).logits
+
+    def time_step(self, rows: int) -> float:
+        """Seconds of one verification forward of ``rows`` rows on a warm context."""
+        length = min(_WARM_CONTEXT, (self._num_blocks - 1) * self._block_size - rows)
+        request = self._request([1] * max(1, length))
+        tree = DraftTree()
+        for node in range(rows - 1):
+            tree.add(1, node - 1, 1.0, "bench")
+        item = ScheduledRequest(request, request.num_tokens - 1, 1, tree)
+        began = time.perf_counter()
+        batch = self._builder.build([item], [None])
+        logits = self._runner.forward(batch).logits
+        float(logits.flatten()[0])  # waits for an asynchronous device
+        return time.perf_counter() - began

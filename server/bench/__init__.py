@@ -1,0 +1,1 @@
+"""``headlong bench``: measures a running server over HTTP, speculation on against off in one interleaved run."""

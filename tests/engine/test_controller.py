@@ -1,0 +1,89 @@
+"""Drafts are sized so that they pay: the controller against brute force, and the cost curve."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from engine.request import Request
+from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
+from engine.spec_decode.controller import MIN_GAIN, Controller, StepCosts
+from engine.spec_decode.tree import DraftTree
+
+CURVE = {1: 10.0, 2: 10.5, 4: 12.0, 8: 20.0, 16: 21.0, 32: 40.0}
+
+
+def decoding(name: str, survivals: Sequence[float], speculation: SpeculationParams | None = None) -> Request:
+    source = EngineRequest(name, (1,), SamplingParams(max_tokens=99), speculation or SpeculationParams())
+    request = Request.from_source(source, ())
+    request.token_ids.append(2)
+    request.num_computed_tokens = 1
+    tree = DraftTree()
+    for node, survival in enumerate(survivals):
+        tree.add(node, node - 1, survival, "suffix")
+    request.proposal = tree
+    return request
+
+
+def limits(requests: Sequence[Request]) -> dict[str, tuple[int, int]]:
+    return {request.request_id: (16, 16) for request in requests}
+
+
+def test_the_curve_interpolates_and_never_falls() -> None:
+    costs = StepCosts({1: 10.0, 4: 8.0, 8: 20.0})
+    assert costs(1) == 10.0
+    assert costs(4) == 10.0
+    assert costs(6) == 15.0
+    assert costs(16) == 40.0
+
+
+def test_measuring_takes_the_best_of_several_runs() -> None:
+    times = itertools.cycle([3.0, 1.0, 2.0])
+    assert StepCosts.measured(lambda rows: next(times) * rows, 4).as_dict() == {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0}
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_choice_is_the_best_of_all_sizes(seed: int) -> None:
+    draw = random.Random(seed)
+    requests = [
+        decoding(f"r{i}", sorted((draw.random() ** 2 for _ in range(draw.randint(0, 8))), reverse=True))
+        for i in range(draw.randint(1, 3))
+    ]
+    other_rows, costs = draw.choice([0, 0, 5]), StepCosts(CURVE)
+    choices = Controller(costs).choose(requests, limits(requests), other_rows)
+
+    def rate(sizes: Sequence[int]) -> float:
+        expected = len(requests) + sum(sum(r.proposal.survival[:n]) for r, n in zip(requests, sizes, strict=True))
+        return expected / costs(len(requests) + other_rows + sum(sizes))
+
+    best = max(rate(sizes) for sizes in itertools.product(*(range(len(r.proposal) + 1) for r in requests)))
+    chosen = rate([len(choices[r.request_id].tree) for r in requests])
+    assert chosen >= best / MIN_GAIN
+    assert chosen >= rate([0] * len(requests))
+
+
+def test_a_hopeless_draft_is_not_verified() -> None:
+    request = decoding("r", [0.01] * 4)
+    choice = Controller(StepCosts(CURVE)).choose([request], limits([request]), 0)["r"]
+    assert (len(choice.tree), choice.reason) == (0, "low_acceptance")
+
+
+@pytest.mark.parametrize(
+    ("survivals", "speculation", "nodes", "enabled", "reason"),
+    [
+        ([0.9], SpeculationParams(enabled=False), 16, True, "request"),
+        ([0.9], SpeculationParams(max_draft_tokens=0), 0, True, "request"),
+        ([0.9], None, 16, False, "disabled"),
+        ([0.9], None, 0, True, "limit"),
+        ([], None, 16, True, "no_draft"),
+    ],
+)
+def test_a_plain_step_says_why(
+    survivals: list[float], speculation: SpeculationParams | None, nodes: int, enabled: bool, reason: str
+) -> None:
+    request = decoding("r", survivals, speculation)
+    choice = Controller(StepCosts(CURVE), enabled=enabled).choose([request], {"r": (nodes, 16)}, 0)["r"]
+    assert (len(choice.tree), choice.reason) == (0, reason)

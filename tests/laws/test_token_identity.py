@@ -1,0 +1,156 @@
+"""Law 1 and law 5: the same tokens whatever drafts, batches, caches, chunks and preempts beside a request."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tiny_engine import (
+    ARCHITECTURES,
+    EOS,
+    VOCAB,
+    Answer,
+    HostileDrafter,
+    OracleDrafter,
+    Sizes,
+    assert_all_free,
+    collect,
+    request,
+    run,
+    tiny_core,
+)
+
+from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
+from engine.spec_decode.suffix import SuffixDrafter
+
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "plain": SamplingParams(temperature=1.0),
+    "cool": SamplingParams(temperature=0.6),
+    "top_k": SamplingParams(temperature=1.0, top_k=5),
+    "top_p": SamplingParams(temperature=1.1, top_p=0.8),
+    "min_p": SamplingParams(temperature=1.3, min_p=0.05),
+    "penalties": SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3),
+    "greedy_penalties": SamplingParams(temperature=0.0, repetition_penalty=1.3, frequency_penalty=0.5),
+    "bias": SamplingParams(temperature=0.8, logit_bias=((3, 4.0), (9, -100.0), (EOS, 2.0))),
+    "min_tokens": SamplingParams(temperature=1.0, logit_bias=((EOS, 6.0),), min_tokens=7),
+    "stop_ids": SamplingParams(temperature=1.0, stop_token_ids=(4, 11, 30), min_tokens=2),
+    "bad_words": SamplingParams(temperature=0.7, bad_words=((5,), (7, 8), (1, 2, 3))),
+    "ignore_eos": SamplingParams(temperature=0.9, ignore_eos=True, logit_bias=((EOS, 3.0),)),
+    "everything": SamplingParams(
+        temperature=0.9,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.1,
+        logit_bias=((2, 1.0),),
+        bad_words=((6, 6),),
+        min_tokens=3,
+    ),
+}
+
+
+def make_requests(seed: int, count: int, max_tokens: int = 24) -> list[EngineRequest]:
+    """Requests with all kinds of sampling; several share a beginning."""
+    draw = random.Random(seed)
+    shared = [draw.randrange(VOCAB - 1) for _ in range(14)]
+    kinds = list(SAMPLINGS.values())
+    requests = []
+    for index in range(count):
+        prompt = shared[: draw.choice([0, 5, 14])] + [draw.randrange(VOCAB - 1) for _ in range(draw.randint(1, 20))]
+        sampling = dataclasses.replace(
+            kinds[(seed + index) % len(kinds)], seed=draw.getrandbits(64), max_tokens=draw.randint(1, max_tokens)
+        )
+        requests.append(request(f"r{index}", prompt, sampling))
+    return requests
+
+
+def plain_answers(architecture: str, requests: list[EngineRequest]) -> dict[str, Answer]:
+    """Each request alone, on an engine of its own that neither drafts nor caches: the reference."""
+    sizes = Sizes(prefix_caching=False, max_draft_tokens=0)
+    core = tiny_core(architecture, (), sizes)
+    answers: dict[str, Answer] = {}
+    for one in requests:
+        off = dataclasses.replace(one, speculation=SpeculationParams(enabled=False))
+        answers |= run(core, [off])
+    return answers
+
+
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    for name, reference in expected.items():
+        assert found[name].ids == reference.ids, name
+        assert found[name].finish_reason == reference.finish_reason, name
+
+
+def drafters_for(kind: str, truth: dict[str, Answer], seed: int) -> list[object]:
+    oracle = OracleDrafter({name: answer.ids for name, answer in truth.items()}, seed)
+    return {
+        "suffix": [SuffixDrafter()],
+        "oracle": [oracle],
+        "hostile": [HostileDrafter(seed)],
+        "merged": [SuffixDrafter(), oracle, HostileDrafter(seed)],
+    }[kind]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kind", ["suffix", "oracle", "hostile", "merged"])
+def test_every_sampling_parameter_with_every_drafter(architecture: str, kind: str) -> None:
+    requests = [
+        request(f"{name}", [7, 3, 9, 3, 9, index], dataclasses.replace(sampling, seed=1000 + index, max_tokens=20))
+        for index, (name, sampling) in enumerate(SAMPLINGS.items())
+    ]
+    expected = plain_answers(architecture, requests)
+    core = tiny_core(architecture, drafters_for(kind, expected, 5), Sizes(num_blocks=400))
+    found = run(core, requests)
+    assert_same(found, expected)
+    assert_all_free(core)
+    if kind in ("oracle", "merged"):
+        accepted = sum(answer.accepted for answer in found.values())
+        assert accepted > sum(len(answer.ids) for answer in found.values()) / 3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_random_interleavings(architecture: str, data: st.DataObject) -> None:
+    """Adds, aborts, chunks, preemptions and cache hits at random: laws 1, 3, 4 and 5 together."""
+    seed = data.draw(st.integers(0, 10_000), label="seed")
+    requests = make_requests(seed, data.draw(st.integers(2, 7), label="requests"))
+    expected = plain_answers(architecture, requests)
+    sizes = Sizes(
+        num_blocks=data.draw(st.integers(29, 60), label="blocks"),
+        max_num_seqs=data.draw(st.integers(1, 6), label="seqs"),
+        max_num_batched_tokens=data.draw(st.integers(3, 40), label="budget"),
+        prefix_caching=data.draw(st.booleans(), label="prefix caching"),
+        max_draft_tokens=data.draw(st.integers(0, 12), label="draft"),
+    )
+    kind = data.draw(st.sampled_from(["suffix", "oracle", "hostile", "merged"]), label="drafter")
+    core = tiny_core(architecture, drafters_for(kind, expected, seed), sizes)
+    draw = random.Random(seed)
+    pending, aborted, answers = list(requests), set(), {}
+    for _ in range(5000):
+        if pending and draw.random() < 0.4:
+            core.add(pending.pop(0))
+        if draw.random() < 0.05 and len(pending) < len(requests):
+            victim = draw.choice(requests[: len(requests) - len(pending)]).request_id
+            core.abort(victim)
+            aborted.add(victim)
+        collect(answers, core.step().outputs)
+        core.scheduler.pool.check_invariants()
+        if not pending and not core.has_work:
+            break
+    assert_all_free(core)
+    for one in requests:
+        found, reference = answers[one.request_id], expected[one.request_id]
+        assert found.finish_reason is not None
+        if found.finish_reason == "abort":
+            assert one.request_id in aborted
+            assert found.ids == reference.ids[: len(found.ids)]
+        else:
+            assert found.ids == reference.ids
+            assert found.finish_reason == reference.finish_reason
