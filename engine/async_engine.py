@@ -49,6 +49,7 @@ class AsyncEngine:
         self._streams: dict[str, asyncio.Queue[RequestOutput]] = {}
         self._wake = threading.Event()
         self._stopping = False
+        self._emptied: asyncio.Event | None = None
         self._failure: str | None = None
         self._heartbeat = time.monotonic()
         self._tokens_per_second = 0.0
@@ -112,10 +113,9 @@ class AsyncEngine:
             raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
         waiting = self._core.scheduler.waiting_tokens + self._core.inbox_tokens
         if waiting and waiting + len(request.prompt_token_ids) > self._max_waiting_tokens:
-            rate = max(self._tokens_per_second, 1.0)
+            seconds = waiting / max(self._tokens_per_second, 1.0)
             raise EngineBusyError(
-                f"{waiting} prompt tokens are already waiting",
-                retry_after=min(_MAX_RETRY_AFTER, max(1, waiting / rate)),
+                f"{waiting} prompt tokens are already waiting", retry_after=min(_MAX_RETRY_AFTER, max(1.0, seconds))
             )
 
     def _check_prompt(self, request: EngineRequest) -> None:
@@ -184,8 +184,9 @@ class AsyncEngine:
         """Aborts what is left and joins the engine thread."""
         for request_id in list(self._streams):
             self.abort(request_id)
-        while self._streams and self.is_alive:
-            await asyncio.sleep(0.005)
+        if self._streams and self.is_alive:
+            self._emptied = asyncio.Event()
+            await self._emptied.wait()
         self._stopping = True
         self._wake.set()
         if self._thread is not None:
@@ -228,6 +229,7 @@ class AsyncEngine:
             if output.finish_reason is not None:
                 del self._streams[output.request_id]
             stream.put_nowait(output)
+        self._note_empty()
         if self._on_step is not None:
             self._on_step(step.stats)
 
@@ -236,3 +238,8 @@ class AsyncEngine:
             failed = RequestOutput(request_id, finish_reason="error", error=self._failure)
             stream.put_nowait(failed)
         self._streams.clear()
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        if self._emptied is not None and not self._streams:
+            self._emptied.set()

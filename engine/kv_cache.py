@@ -103,12 +103,16 @@ class BlockPool:
         if not self.prefix_caching or digest in self._published:
             return
         block = self._blocks[index]
-        assert block.ref_count > 0 and block.digest is None
+        assert block.ref_count > 0
+        assert block.digest is None
         block.digest = digest
         self._published[digest] = index
 
     def release(self, indices: Sequence[int]) -> None:
-        """Drops one reference from each block. The last of a sequence becomes free first: a prefix outlives its tail."""
+        """Drops one reference from each block.
+
+        The last block of a sequence is freed first, so that a prefix outlives its tail.
+        """
         for index in reversed(indices):
             block = self._blocks[index]
             assert block.ref_count > 0

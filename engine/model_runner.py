@@ -58,8 +58,9 @@ class TransformersRunner:
         hidden_layers: Sequence[int] = (),
     ) -> None:
         register()
-        self._model: Any = model
-        self._decoder: Any = self._model.get_decoder()
+        any_model: Any = model
+        self._model = any_model
+        self._decoder = any_model.get_decoder()
         self._embed: Any = model.get_input_embeddings()
         self._cache = cache
         self._device = next(model.parameters()).device

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import torch
 from tokenizers import pre_tokenizers
 from transformers import (
@@ -91,7 +92,7 @@ def _join(parts: tuple[Path, ...], path: Path) -> None:
 def _open(path: Path) -> Any:
     """The parsed file (``gguf.GGUFReader``). Raises ModelLoadError when it ends early or makes no sense."""
     try:
-        return gguf.GGUFReader(str(path))
+        return gguf.GGUFReader(str(path))  # _Reader, and cached, within _parsed_once
     except (ValueError, IndexError, KeyError, OverflowError, TypeError) as error:
         raise ModelLoadError(f"{path} is truncated or corrupt ({first_line(error)}); fetch it again.") from error
 
@@ -188,15 +189,28 @@ def _field(reader: Any, key: str) -> Any:
     return None if field is None else field.contents()
 
 
+class _Reader(gguf.GGUFReader):
+    """GGUFReader over a plain array of the mapped file: it takes a million slices of it, and numpy's memmap class makes
+    each of them several times dearer."""
+
+    @property
+    def data(self) -> Any:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: Any) -> None:
+        self._plain = mapped.view(np.ndarray)
+
+
 @contextmanager
 def _parsed_once() -> Iterator[None]:
     """Within it, transformers gets one parsed file and one name table instead of parsing the file four times and
-    building the table once a module: 7 s instead of 22 s for SmolLM2. Its progress bar is silent."""
+    building the table once a module, and its progress bar is silent. Figures: ``engine/LOG.md``."""
     library: Any = gguf
     legacy: Any = modeling_gguf_pytorch_utils
     with _patching:
         reader, table, bar = library.GGUFReader, library.get_tensor_name_map, legacy.tqdm
-        library.GGUFReader = functools.lru_cache(maxsize=1)(reader)
+        library.GGUFReader = functools.lru_cache(maxsize=1)(_Reader)
         library.get_tensor_name_map = functools.lru_cache(maxsize=1)(table)
         legacy.tqdm = functools.partial(bar, disable=True)
         try:

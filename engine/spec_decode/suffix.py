@@ -60,18 +60,58 @@ class SuffixIndex:
 
 
 @dataclass(slots=True)
-class _Origin:
-    """What the estimate of a proposed node rests on: its match length, and its share among its siblings."""
-
-    match: int
-    share: float
-
-
-@dataclass(slots=True)
 class _RequestState:
+    acceptance: AcceptanceTable
     index: SuffixIndex = field(default_factory=SuffixIndex)
-    acceptance: AcceptanceTable | None = None
-    origins: dict[tuple[int, ...], _Origin] = field(default_factory=dict)
+    # The match length that the estimate of each proposed path rests on.
+    origins: dict[tuple[int, ...], int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vote:
+    """One earlier place: where its match ended, how long it was, and what its word counts."""
+
+    end: int
+    length: int
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Growth:
+    """Builds one proposal, depth by depth: the places still alive under a node vote for its children."""
+
+    tree: DraftTree
+    context: DraftContext
+    state: _RequestState
+
+    def grow(self, matches: list[tuple[int, int]]) -> None:
+        longest = matches[0][0]
+        # Halved for every token by which a match is shorter: a longer context predicts better.
+        level = [(ROOT, [_Vote(end, length, 0.5 ** (longest - length)) for length, end in matches])]
+        depth = 0
+        while level and depth < self.context.max_depth and len(self.tree) < 2 * self.context.max_nodes:
+            level = [child for node, votes in level for child in self._children(node, votes, depth)]
+            depth += 1
+
+    def _children(self, node: int, votes: list[_Vote], depth: int) -> list[tuple[int, list[_Vote]]]:
+        tokens = self.context.token_ids
+        following: dict[int, list[_Vote]] = {}
+        for vote in votes:
+            if vote.end + depth + 1 < len(tokens):
+                following.setdefault(tokens[vote.end + depth + 1], []).append(vote)
+        total = sum(vote.weight for alive in following.values() for vote in alive)
+        parent = 1.0 if node == ROOT else self.tree.survival[node]
+        path = () if node == ROOT else tuple(self.tree.path_tokens(node))
+        children = []
+        for token, alive in following.items():
+            match = min(MAX_MATCH, max(vote.length for vote in alive) + depth)
+            share = sum(vote.weight for vote in alive) / total
+            survival = parent * self.state.acceptance.rate(match) * share
+            if survival >= MIN_SURVIVAL:
+                child = self.tree.add(token, node, survival, SuffixDrafter.method)
+                self.state.origins[*path, token] = match
+                children.append((child, alive))
+        return children
 
 
 class SuffixDrafter:
@@ -105,52 +145,8 @@ class SuffixDrafter:
         tree = DraftTree()
         matches = state.index.matches(context.token_ids)
         if matches and context.max_nodes > 0:
-            self._grow(tree, context, matches, state)
+            _Growth(tree, context, state).grow(matches)
         return tree
-
-    def _grow(
-        self, tree: DraftTree, context: DraftContext, matches: list[tuple[int, int]], state: _RequestState
-    ) -> None:
-        """Depth by depth: the places still alive under a node vote for its children."""
-        longest = matches[0][0]
-        # Halved for every token by which a match is shorter: a longer context predicts better.
-        votes = [(end, length, 0.5 ** (longest - length)) for length, end in matches]
-        level = [(ROOT, votes)]
-        depth = 0
-        while level and depth < context.max_depth and len(tree) < 2 * context.max_nodes:
-            level = [
-                child for node, alive in level for child in self._children(tree, node, alive, depth, context, state)
-            ]
-            depth += 1
-
-    def _children(
-        self,
-        tree: DraftTree,
-        node: int,
-        votes: list[tuple[int, int, float]],
-        depth: int,
-        context: DraftContext,
-        state: _RequestState,
-    ) -> list[tuple[int, list[tuple[int, int, float]]]]:
-        tokens = context.token_ids
-        following: dict[int, list[tuple[int, int, float]]] = {}
-        for end, length, weight in votes:
-            if end + depth + 1 < len(tokens):
-                following.setdefault(tokens[end + depth + 1], []).append((end, length, weight))
-        total = sum(weight for alive in following.values() for _, _, weight in alive)
-        parent = 1.0 if node == ROOT else tree.survival[node]
-        path = () if node == ROOT else tuple(tree.path_tokens(node))
-        children = []
-        for token, alive in following.items():
-            match = min(MAX_MATCH, max(length for _, length, _ in alive) + depth)
-            share = sum(weight for _, _, weight in alive) / total
-            assert state.acceptance is not None
-            survival = parent * state.acceptance.rate(match) * share
-            if survival >= MIN_SURVIVAL:
-                child = tree.add(token, node, survival, self.method)
-                state.origins[*path, token] = _Origin(match, share)
-                children.append((child, alive))
-        return children
 
     def observe(self, feedback: DraftFeedback) -> None:
         """Counts, along what was really emitted, how often a match of some length was followed as it had been.
@@ -162,13 +158,12 @@ class SuffixDrafter:
             return
         path: tuple[int, ...] = ()
         for token in feedback.emitted:
-            asked = [origin for known, origin in state.origins.items() if known[:-1] == path]
+            asked = [match for known, match in state.origins.items() if known[:-1] == path]
             if not asked:
                 break
             path = (*path, token)
             hit = path in state.origins
-            match = max(origin.match for origin in asked)
-            assert state.acceptance is not None
+            match = max(asked)
             state.acceptance.record(match, hit)
             self._acceptance.record(match, hit)
             if not hit:

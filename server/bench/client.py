@@ -21,6 +21,7 @@ class Sampling:
     max_tokens: int
     temperature: float
     seed: int
+    margins: bool = False
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ async def measure(client: httpx.AsyncClient, prompt: str, sampling: Sampling, *,
         "stream_options": {"include_usage": True},
         "speculation": {"enabled": speculate, "stats": True},
         "return_token_ids": True,
-        "return_margins": True,
+        "return_margins": sampling.margins,
     }
     measured, began = Measured(), time.perf_counter()
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:

@@ -42,7 +42,6 @@ class Comparison:
     """All pairs of a run; ratios are off / on, so above 1 speculation saves time."""
 
     pairs: list[Pair] = field(default_factory=list)
-    wall: list[tuple[float, float]] = field(default_factory=list)
 
     def ratio_by_round(self) -> list[float]:
         """Wall time without speculation over wall time with it, one figure a round."""

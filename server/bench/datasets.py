@@ -71,8 +71,9 @@ def _edits() -> list[str]:
     sources: Sequence[tuple[str, str, str]] = [
         ("textwrap", "dedent", "text"),
         ("shlex", "quote", "s"),
-        ("bisect", "insort_right", "a"),
-        ("heapq", "heappushpop", "heap"),
+        ("textwrap", "indent", "prefix"),
+        ("shutil", "copyfileobj", "length"),
+        ("glob", "escape", "pathname"),
         ("fnmatch", "filter", "names"),
         ("posixpath", "join", "path"),
         ("statistics", "harmonic_mean", "data"),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from server.cli.bench import bench
 from server.cli.serve import serve
 from server.version import VERSION
 
@@ -16,6 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve)
+app.command("bench")(bench)
 
 
 def _print_version(wanted: bool) -> None:
