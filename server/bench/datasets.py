@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gzip
 import hashlib
-import importlib
 import importlib.metadata
-import inspect
 import json
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,12 +84,21 @@ def _edits() -> list[str]:
     ]
     prompts = []
     for module_name, function, variable in sources:
-        code = inspect.getsource(getattr(importlib.import_module(module_name), function))
+        code = _standard_function(module_name, function)
         prompts.append(
             f"Repeat this Python code exactly, but rename `{variable}` to `{variable}_value`. "
             f"Output only the code.\n\n```python\n{code}```"
         )
     return prompts
+
+
+def _standard_function(module: str, name: str) -> str:
+    """Source of a standard library function; read, not imported, since some are replaced by C at run time."""
+    text = (Path(sysconfig.get_path("stdlib")) / f"{module}.py").read_text()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return (ast.get_source_segment(text, node) or "") + "\n"
+    raise DatasetError(f"this Python's {module} has no function {name}")
 
 
 def _user_file(path: Path) -> list[str]:
