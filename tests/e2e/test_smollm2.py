@@ -129,8 +129,9 @@ async def test_the_openai_package_sync_and_async_streamed_and_not(server: Runnin
         assert answer.choices[0].message.content == text
         return text
 
+    models = await asyncio.to_thread(httpx.get, f"{server.url}/v1/models")
     request: Any = {
-        "model": (httpx.get(f"{server.url}/v1/models").json())["data"][0]["id"],
+        "model": models.json()["data"][0]["id"],
         "messages": [{"role": "user", "content": "Name three colours."}],
         "temperature": 0,
         "max_completion_tokens": 24,
@@ -191,7 +192,8 @@ async def test_clients_that_leave_at_random_leave_nothing_behind(server: Running
         await asyncio.sleep(0.1)
     await asyncio.sleep(0.2)
     assert server.metric("headlong_kv_cache_usage_ratio") == 0
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    health = await asyncio.to_thread(httpx.get, f"{server.url}/health")
+    assert health.status_code == 200
 
 
 def test_a_stopped_server_lets_a_stream_finish() -> None:

@@ -153,21 +153,20 @@ def two_tokens(verifier: VerifierName, sampling: SamplingParams, tree: DraftTree
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_two_tokens_through_the_verifier(name: str, draft: str) -> None:
     """Equal to the row level seed by seed, so what 100,000 seeds show there holds here too."""
-    sampling, count = SAMPLINGS[name], 4_000
+    sampling, count = SAMPLINGS[name], 3_000
     tokens = two_tokens("match", sampling, DRAFTS[draft](), count)
     assert tokens == row_level(sampling, 2, count)
     assert p_value(Counter(tokens), sampling, 2) > SIGNIFICANT
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-def test_a_hundred_thousand_seeds_through_the_verifier(draft: str) -> None:
+def test_a_hundred_thousand_seeds_through_the_verifier() -> None:
     sampling = SAMPLINGS["temperature"]
-    tokens = two_tokens("match", sampling, DRAFTS[draft](), 100_000)
+    tokens = two_tokens("match", sampling, full_tree(), 100_000)
     assert p_value(Counter(tokens), sampling, 2) > SIGNIFICANT
 
 
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_two_tokens_through_the_rejection_rule(name: str, draft: str) -> None:
-    tokens = two_tokens("rejection", SAMPLINGS[name], DRAFTS[draft](), 2_500)
+    tokens = two_tokens("rejection", SAMPLINGS[name], DRAFTS[draft](), 2_000)
     assert p_value(Counter(tokens), SAMPLINGS[name], 2) > SIGNIFICANT
