@@ -28,6 +28,8 @@ from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench
 
 _CPU_POOL = 2 << 30
+# A CPU is saturated by few rows, so more of them in a step only make the others wait.
+_STEP_ROWS = {"cpu": 128, "cuda": 4096}
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
 # Near-ties below these margins (in temperature-scaled logits) may flip when a row is computed among more rows.
 MARGIN_BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
@@ -125,9 +127,11 @@ def _sizes(
         raise ModelLoadError(
             f"too little memory for a KV cache: {budget >> 20} MiB hold {num_blocks} blocks of {block_bytes >> 10} KiB"
         )
+    rows = config.max_num_batched_tokens or _STEP_ROWS[device.type]
     limits = SchedulerLimits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        # More running requests than rows would leave the last ones without any.
+        max_num_seqs=min(config.max_num_seqs, rows),
+        max_num_batched_tokens=rows,
         max_model_len=min(fits, config.max_model_len or positions or fits),
         max_draft_tokens=draft,
     )

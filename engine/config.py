@@ -34,7 +34,8 @@ class EngineConfig:
     """Sizes and limits of the engine. ``None`` means: chosen at load from the model and the machine.
 
     kv_cache_memory: bytes for the KV block pool.
-    max_num_batched_tokens: rows of one forward pass, prompt chunks and drafted rows together.
+    max_num_batched_tokens: rows of one forward pass, prompt chunks and drafted rows together; it bounds how long a
+        long prompt holds up the tokens of others. None is 128 on a CPU and 4096 on a GPU.
     max_waiting_tokens: prompt tokens that may be queued and not yet computed before a request is refused.
     """
 
@@ -44,7 +45,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int | None = None
     max_waiting_tokens: int = 131_072
     prefix_caching: bool = True
     num_threads: int | None = None

@@ -75,7 +75,7 @@ class EngineSection(Section):
     kv_cache_memory: Size | None = _ENGINE.kv_cache_memory
     max_model_len: Count | None = _ENGINE.max_model_len
     max_num_seqs: Count = _ENGINE.max_num_seqs
-    max_num_batched_tokens: Count = _ENGINE.max_num_batched_tokens
+    max_num_batched_tokens: Count | None = _ENGINE.max_num_batched_tokens
     prefix_caching: bool = _ENGINE.prefix_caching
     num_threads: Count | None = _ENGINE.num_threads
     seed: int | None = _ENGINE.seed

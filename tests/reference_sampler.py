@@ -41,7 +41,7 @@ def edited_logits(
         penalty = sampling.repetition_penalty
         row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
     for token, count in Counter(output).items():
-        row[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+        row[token] = row[token] - sampling.frequency_penalty * count - sampling.presence_penalty
     if len(output) < sampling.min_tokens:
         for token in (*eos, *sampling.stop_token_ids):
             row[token] = -math.inf
@@ -61,7 +61,7 @@ def filtered_logits(row: Sequence[float], sampling: SamplingParams) -> list[floa
     total = math.fsum(weights.values())
     kept: list[int] = []
     for token in order:
-        if kept and math.fsum(weights[v] for v in kept) >= sampling.top_p * total:
+        if kept and sampling.top_p < 1.0 and math.fsum(weights[v] for v in kept) >= sampling.top_p * total:
             break
         kept.append(token)
     kept = [token for token in kept if weights[token] >= sampling.min_p]

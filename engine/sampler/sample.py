@@ -17,7 +17,8 @@ from engine.sampler.processing import is_greedy
 from engine.sampling_params import SamplingParams
 
 # A token this far under the row's best cannot win: the largest noise would not lift it over the best token's least.
-_REACH = GUMBEL_MAX - GUMBEL_MIN + 1e-6
+# The slack covers its own rounding to fp32.
+_REACH = GUMBEL_MAX - GUMBEL_MIN + 1e-5
 # Single tokens cost about four times as much each as whole rows do, so only a small share is drawn one by one.
 _SPARSE_SHARE = 1 / 8
 
@@ -60,9 +61,8 @@ def gumbel_argmax(logits: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
     """Exactly what ``dense_argmax`` returns, without drawing noise for tokens that cannot win where these are many."""
     if logits.device.type != "cpu":
         return dense_argmax(logits, keys)
-    floor = logits.amax(dim=1, keepdim=True) - _REACH
-    # The subtraction may have rounded up by half a unit in the last place.
-    possible = (logits >= floor.nextafter(torch.full_like(floor, -torch.inf))).numpy()
+    # If the subtraction rounds up, it rounds to the lowest number that was not under the exact floor anyway.
+    possible = (logits >= logits.amax(dim=1, keepdim=True) - _REACH).numpy()
     is_sparse = np.count_nonzero(possible, axis=1) <= logits.shape[1] * _SPARSE_SHARE
     if not is_sparse.any():
         return dense_argmax(logits, keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from reference_sampler import next_token
 
 from engine.sampler import sample as sample_module
-from engine.sampler.noise import NoiseKey
+from engine.sampler.noise import GUMBEL_MAX, GUMBEL_MIN, NoiseKey
 from engine.sampler.sample import dense_argmax, first_argmax, gumbel_argmax, perturbed, sample
 from engine.sampling_params import SamplingParams
 
@@ -47,7 +48,23 @@ def test_a_token_out_of_reach_of_the_noise_never_wins() -> None:
     keys = [NoiseKey(seed, 0) for seed in range(2000)]
     scores = perturbed(logits.expand(2000, 100), keys)
     assert bool((scores.argmax(1) == 0).all())
-    assert reach == pytest.approx(33 * math.log(2) + math.log(33 * math.log(2)), abs=1e-5)
+    assert reach == pytest.approx(33 * math.log(2) + math.log(33 * math.log(2)), abs=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("level", [0.0, 7.3, 1000.3, 54_321.7])
+def test_the_last_token_within_reach_wins_with_the_largest_noise(
+    level: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the row rounds: the best token draws the least noise, and the farthest that can still pass it wins."""
+    extremes = np.array([GUMBEL_MIN, GUMBEL_MAX])
+    monkeypatch.setattr(sample_module, "gumbel_at", lambda keys, rows, tokens: extremes[tokens])
+    monkeypatch.setattr(sample_module, "_SPARSE_SHARE", 1.0)
+    best = torch.tensor(level, dtype=dtype)
+    rival = best + (GUMBEL_MIN - GUMBEL_MAX)
+    while float(rival) + GUMBEL_MAX <= float(best) + GUMBEL_MIN:
+        rival = rival.nextafter(best)
+    assert gumbel_argmax(torch.stack([best, rival])[None], [NoiseKey(0, 0)]) == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
