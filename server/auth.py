@@ -45,24 +45,29 @@ class ApiKeys:
             raise ConfigError(f"server.api_keys_file: {path} holds no key; add one, or leave the setting out (null)")
         return cls(digests)
 
-    def admit(self, headers: Headers) -> bool:
-        """Whether a key is among ``Authorization: Bearer``, ``api-key`` and ``x-api-key``."""
+    def tenant(self, headers: Headers) -> str | None:
+        """The digest of the known key among ``Authorization: Bearer``, ``api-key`` and ``x-api-key``, or None."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
         presented = [token.strip()] if scheme.lower() == "bearer" else []
         presented += [headers[name].strip() for name in ("api-key", "x-api-key") if name in headers]
-        return any(self._knows(key) for key in presented)
+        return next((key for key in map(self._known, presented) if key is not None), None)
 
-    def _knows(self, key: str) -> bool:
+    def _known(self, key: str) -> str | None:
         digest = hashlib.sha256(key.encode()).digest()
         # Every digest is compared, so that the time taken does not tell which one matched.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return any(matches)
+        return digest.hex() if any(matches) else None
 
 
 async def require_api_key(request: Request) -> None:
-    """The dependency. ``app.state.api_keys`` is None for an open server. Raises ApiError 401."""
+    """The dependency. ``app.state.api_keys`` is None for an open server. Raises ApiError 401.
+
+    ``request.state.tenant`` becomes the key's digest, "" on an open server.
+    """
     keys: ApiKeys | None = request.app.state.api_keys
-    if keys is None or keys.admit(request.headers):
+    tenant = "" if keys is None else keys.tenant(request.headers)
+    if tenant is not None:
+        request.state.tenant = tenant
         return
     context: ServerContext = request.app.state.context
     context.metrics.rejected("auth")

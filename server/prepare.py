@@ -48,6 +48,13 @@ class PreparedRequest:
     num_logprobs: int | None
     echo: bool = False
 
+    def for_tenant(self, tenant: str) -> PreparedRequest:
+        """The same with prefix-cache salts that no other key's requests share: hits tell time, and so contents."""
+        if not tenant:
+            return self
+        choices = (replace(choice, cache_salt=f"{tenant}/{choice.cache_salt}") for choice in self.choices)
+        return replace(self, choices=tuple(choices))
+
     def prompt_of(self, index: int) -> Prompt:
         return self.prompts[index // self.wire.n]
 

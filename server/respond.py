@@ -66,7 +66,7 @@ class WholeAnswer(Response):
 async def _start(context: ServerContext, request: Request, prepare: Prepare) -> Generation:
     body = await read_json(request, context.config.server.max_body_bytes)
     prepared = await prepare(context, body)
-    generation = Generation(context, prepared)
+    generation = Generation(context, prepared.for_tenant(request.state.tenant))
     try:
         generation.start()
     except InvalidRequestError as error:

@@ -114,15 +114,23 @@ class MinP:
 
 
 def _descending(row: torch.Tensor) -> torch.Tensor:
+    """The finite values of ``row``, largest first."""
     if row.device.type == "cpu":  # numpy sorts bare values with vector instructions, many times faster than torch
-        return torch.from_numpy(np.sort(row.numpy())).flip(0)
-    return row.sort(descending=True).values
+        ascending = np.sort(row.numpy())
+        return torch.from_numpy(ascending[np.searchsorted(ascending, -np.inf, side="right") :]).flip(0)
+    values = row.sort(descending=True).values
+    return values[values > -torch.inf]
 
 
 def _cut(row: torch.Tensor, threshold: torch.Tensor, count: int) -> None:
     """Leaves the ``count`` best tokens, the last of which has logit ``threshold``."""
-    ties = (row == threshold).nonzero().squeeze(1)
-    row.masked_fill_(row < threshold, -torch.inf)
-    spare = int((row >= threshold).sum()) - count
+    ids = (row >= threshold).nonzero().squeeze(1)
+    spare = len(ids) - count
     if spare:
-        row[ties[len(ties) - spare :]] = -torch.inf
+        ties = (row[ids] == threshold).nonzero().squeeze(1)
+        stays = torch.ones_like(ids, dtype=torch.bool)
+        stays[ties[-spare:]] = False
+        ids = ids[stays]
+    values = row[ids]
+    row.fill_(-torch.inf)
+    row[ids] = values

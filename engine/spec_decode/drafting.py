@@ -55,10 +55,17 @@ class Drafting:
         room = len(request.block_ids) * self._block_size - request.num_tokens - len(item.tree)
         for drafter in self._chosen(request):
             if 0 < drafter.max_extra_rows <= room:
-                extra = drafter.extra_rows(self._context(request), item.tree)
+                extra = self._asked(drafter, request, item.tree)
                 if extra is not None:
                     return extra
         return None
+
+    def _asked(self, drafter: Drafter, request: Request, tree: DraftTree) -> ExtraRows | None:
+        try:
+            return drafter.extra_rows(self._context(request), tree)
+        except Exception:
+            log.exception("drafter %s could not add its rows", drafter.method)
+            return None
 
     def learn_and_propose(self, emissions: Sequence[tuple[Request, Emission]]) -> None:
         """Gives feedback on what was proposed before this step, then proposes for the next one."""

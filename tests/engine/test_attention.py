@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 from tiny_engine import ARCHITECTURES, tiny_config, tiny_model
-from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MambaConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma2Config,
+    GptOssConfig,
+    MambaConfig,
+    PreTrainedModel,
+)
 
 from engine.attention.cache import PagedKV
 from engine.attention.check import check_against_eager, layer_shapes
@@ -59,6 +66,29 @@ def test_sinks_are_honoured() -> None:
     model = random_model(GptOssConfig(**SIZES, sliding_window=7, num_local_experts=2, num_experts_per_tok=1))
     for layer in model.model.layers:
         torch.nn.init.normal_(layer.self_attn.sinks, std=2.0)
+    check(model)
+
+
+def test_keys_and_values_of_unequal_size_are_honoured() -> None:
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        first_k_dense_replace=2,
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        bos_token_id=0,
+        eos_token_id=60,
+    )
+    model = random_model(config)
+    shapes = layer_shapes(model)
+    assert (shapes[0].key_dim, shapes[0].value_dim) == (16, 12)
     check(model)
 
 

@@ -115,6 +115,29 @@ def test_every_sampling_parameter_with_every_drafter(architecture: str, kind: st
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_rejection_rule_ends_every_request_and_agrees_where_it_must(architecture: str) -> None:
+    """It is not seed-identical; greedily it must be, it must accept drafts, and it must repeat itself."""
+    requests = make_requests(3, 6)
+    greedy = [
+        dataclasses.replace(one, request_id=f"g{i}", sampling=dataclasses.replace(one.sampling, temperature=0.0))
+        for i, one in enumerate(requests)
+    ]
+    expected = plain_answers(architecture, [*requests, *greedy])
+
+    def answer() -> dict[str, Answer]:
+        sizes = Sizes(num_blocks=60, verifier="rejection")
+        core = tiny_core(architecture, drafters_for("oracle", expected, 5), sizes)
+        found = run(core, [*requests, *greedy])
+        assert_all_free(core)
+        return found
+
+    found, again = answer(), answer()
+    assert_same({name: found[name] for name in expected}, {f"g{i}": expected[f"g{i}"] for i in range(6)})
+    assert sum(found[one.request_id].accepted for one in requests) > 0
+    assert all(found[name].ids == again[name].ids for name in expected)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_random_interleavings(architecture: str, data: st.DataObject) -> None:

@@ -11,6 +11,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute, iter_route_contexts
 from starlette.datastructures import Headers
+from wire_app import CHAT, Wire, fake
 
 from server.app import create_app
 from server.auth import ApiKeys
@@ -45,7 +46,7 @@ def keyed_app(still_context: ContextFactory, keys_file: str) -> FastAPI:
     ],
 )
 def test_admitted(keys_file: str, headers: dict[str, str]) -> None:
-    assert ApiKeys.load(keys_file).admit(Headers(headers))
+    assert ApiKeys.load(keys_file).tenant(Headers(headers)) is not None
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_admitted(keys_file: str, headers: dict[str, str]) -> None:
     ],
 )
 def test_refused(keys_file: str, headers: dict[str, str]) -> None:
-    assert not ApiKeys.load(keys_file).admit(Headers(headers))
+    assert ApiKeys.load(keys_file).tenant(Headers(headers)) is None
 
 
 @pytest.mark.parametrize(
@@ -156,3 +157,18 @@ async def test_a_crafted_host_header_opens_nothing(keyed_app: FastAPI, host: str
     }
     await keyed_app(scope, receive, send)  # type: ignore[arg-type]
     assert sent[0]["status"] in (401, 404)
+
+
+async def test_keys_share_no_prefix_cache(keys_file: str) -> None:
+    """Otherwise the time to the first token would tell one tenant what another has asked."""
+    engine = fake("hi")
+    wire = Wire(engine, api_keys_file=keys_file)
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    for key, salt in (("plain-key", None), ("hashed-key", None), ("plain-key", "s"), ("plain-key", None)):
+        extra = {} if salt is None else {"cache_salt": salt}
+        response = await wire.post(CHAT, {**body, **extra}, headers={"Authorization": f"Bearer {key}"})
+        assert response.status_code == 200
+    first, other, salted, again = (request.cache_salt for request in engine.requests)
+    assert first == again
+    assert len({first, other, salted}) == 3
+    assert "key" not in first

@@ -218,9 +218,9 @@ def test_every_combination_equals_the_slow_reference(
     if sampling.temperature:
         # Where rounding decides, the two may differ: near-equal logits, and cuts within 1e-9 of a token.
         assume(all(high - low > 1e-9 for low, high in itertools.pairwise(finite)))
-        nudged = dataclasses.replace(
-            sampling, top_p=sampling.top_p - 1e-9 * (sampling.top_p < 1.0), min_p=sampling.min_p * (1 + 1e-9)
-        )
         edited, expected = expected, filtered_logits(expected, sampling)
-        assume(filtered_logits(edited, nudged) == expected)
+        for nudge in (1 - 1e-9, 1 + 1e-9):
+            top_p = sampling.top_p if sampling.top_p == 1.0 else sampling.top_p * nudge
+            nudged = dataclasses.replace(sampling, top_p=top_p, min_p=sampling.min_p * nudge)
+            assume(filtered_logits(edited, nudged) == expected)
     assert processed(logits, sampling, tuple(output), tuple(path), (5,)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
