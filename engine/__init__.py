@@ -4,5 +4,5 @@ It knows the scheduler, KV blocks, the model, sampling, drafting and verificatio
 JSON or Prometheus; the server room above it speaks those. Imports run one way: ``server -> engine -> heads``.
 
 The modules that the server imports before a model is loaded (``config``, ``sampling_params``, ``outputs``,
-``errors``) do not import torch, so that ``headlong --help`` and a refused configuration answer at once.
+``errors``, ``threads``) do not import torch, so that ``headlong --help`` and a refused configuration answer at once.
 """

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from engine.attention.cache import LayerShape, PagedKV
 from engine.attention.check import check_against_eager, layer_shapes, vocab_size
 from engine.batch import BatchBuilder
 from engine.commit import Committer
-from engine.config import EngineConfig, EngineSettings, SpeculationConfig
+from engine.config import EngineSettings, SpeculationConfig
 from engine.core import EngineCore
 from engine.errors import ModelLoadError
 from engine.kv_cache import BlockPool
 from engine.loading import LoadedModel
+from engine.loading.memory import available_bytes
 from engine.model_runner import TransformersRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.spec_decode.controller import Controller, StepCosts
@@ -27,8 +28,11 @@ from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench
 
+log = logging.getLogger("headlong.engine")
+
 _CPU_POOL = 2 << 30
 # A CPU is saturated by few rows, so more of them in a step only make the others wait.
+_MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the last stretch did
 _STEP_ROWS = {"cpu": 128, "cuda": 4096}
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
 # Near-ties below these margins (in temperature-scaled logits) may flip when a row is computed among more rows.
@@ -63,6 +67,7 @@ def assemble(
 
     Raises ModelLoadError if the model cannot be served on this machine with these settings.
     """
+    _refuse_what_is_not_there(settings)
     device = next(loaded.model.parameters()).device
     dtype = next(loaded.model.parameters()).dtype
     shapes = layer_shapes(loaded.model)
@@ -72,22 +77,31 @@ def assemble(
         drafters = make_drafters(settings.speculation)
     limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
     drafting = Drafting(drafters, limits, vocab_size=vocab_size(loaded.model), block_size=block_size)
-    progress(f"allocating a KV cache of {num_blocks * block_size} tokens")
+    progress(f"Allocating a KV cache of {num_blocks * block_size} tokens")
     cache = PagedKV(shapes, num_blocks * block_size, dtype=dtype, device=device)
     runner = TransformersRunner(
         loaded.model, cache, needs_hidden=drafting.needs_hidden, hidden_layers=drafting.hidden_layers
     )
-    bench = StepBench(runner, BatchBuilder(cache, block_size, device), block_size, num_blocks)
+    builder = BatchBuilder(cache, block_size, device)
+    bench = StepBench(runner, builder, block_size, num_blocks)
     _check(loaded, bench, runner)
     costs = None
     if settings.speculation.enabled:
-        progress("measuring step times")
-        costs = StepCosts.measured(bench.time_step, 1 + limits.max_draft_tokens)
+        progress("Measuring step times")
+        costs = StepCosts.measured(bench.time_step, max(1 + limits.max_draft_tokens, _MEASURED_ROWS))
+        log.info("step times in ms: %s", {rows: round(1e3 * t, 1) for rows, t in costs.as_dict().items()})
     pool = BlockPool(num_blocks, block_size, prefix_caching=settings.engine.prefix_caching)
     scheduler = Scheduler(pool, limits, Controller(costs, enabled=settings.speculation.enabled))
     committer = Committer(scheduler, runner, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
-    core = EngineCore(scheduler, runner, BatchBuilder(cache, block_size, device), drafting, committer)
+    core = EngineCore(scheduler, runner, builder, drafting, committer)
     return Assembly(core, limits, num_blocks)
+
+
+def _refuse_what_is_not_there(settings: EngineSettings) -> None:
+    if settings.engine.determinism != "default":
+        raise ModelLoadError(f"engine.determinism {settings.engine.determinism} is not available yet")
+    if settings.speculation.heads is not None:
+        raise ModelLoadError("speculation.heads: draft heads are not available yet")
 
 
 def _check(loaded: LoadedModel, bench: StepBench, runner: TransformersRunner) -> None:
@@ -112,7 +126,7 @@ def _sizes(
         raise ModelLoadError(
             f"engine.max_model_len {config.max_model_len} is more than the model's {positions} positions"
         )
-    budget = config.kv_cache_memory or _default_pool(config, device)
+    budget = config.kv_cache_memory or _default_pool(device)
     num_blocks = budget // block_bytes
     draft = settings.speculation.max_draft_tokens if settings.speculation.enabled else 0
     # One whole sequence with its drafted rows must fit, or its request could never end.
@@ -138,8 +152,7 @@ def _sizes(
     return limits, num_blocks
 
 
-def _default_pool(config: EngineConfig, device: torch.device) -> int:
+def _default_pool(device: torch.device) -> int:
     if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free * _CUDA_SHARE)
-    return min(_CPU_POOL, int(psutil.virtual_memory().available * _CPU_SHARE))
+        return int(available_bytes(device) * _CUDA_SHARE)
+    return min(_CPU_POOL, int(available_bytes(device) * _CPU_SHARE))

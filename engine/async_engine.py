@@ -52,7 +52,7 @@ class AsyncEngine:
         self._emptied: asyncio.Event | None = None
         self._failure: str | None = None
         self._heartbeat = time.monotonic()
-        self._tokens_per_second = 0.0
+        self._rows_per_second = 0.0
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_step: Callable[[StepStats], None] | None = None
@@ -113,7 +113,7 @@ class AsyncEngine:
             raise InvalidRequestError(f"request id {request.request_id} is in use", param="request_id")
         waiting = self._core.scheduler.waiting_tokens + self._core.inbox_tokens
         if waiting and waiting + len(request.prompt_token_ids) > self._max_waiting_tokens:
-            seconds = waiting / max(self._tokens_per_second, 1.0)
+            seconds = waiting / max(self._rows_per_second, 1.0)
             raise EngineBusyError(
                 f"{waiting} prompt tokens are already waiting", retry_after=min(_MAX_RETRY_AFTER, max(1.0, seconds))
             )
@@ -135,7 +135,7 @@ class AsyncEngine:
 
     def _check_speculation(self, request: EngineRequest) -> None:
         method = request.speculation.method
-        if request.speculation.enabled and method != "auto" and method not in self.info.methods:
+        if method != "auto" and method not in self.info.methods:
             loaded = ", ".join(self.info.methods) or "none"
             raise InvalidRequestError(
                 f"the drafter {method!r} is not loaded (loaded: {loaded})",
@@ -221,7 +221,7 @@ class AsyncEngine:
     def _deliver(self, step: StepOutput) -> None:
         if step.stats.step_seconds > 0:
             rate = step.stats.rows / step.stats.step_seconds
-            self._tokens_per_second += 0.1 * (rate - self._tokens_per_second)
+            self._rows_per_second += 0.1 * (rate - self._rows_per_second)
         for output in step.outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

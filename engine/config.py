@@ -19,7 +19,7 @@ class ModelConfig:
     """Which weights to serve.
 
     path: a folder with safetensors, a ``.gguf`` file, a hub id, or ``package:NAME`` (a GGUF inside an installed
-        Python package). ``float64`` exists for tests; the configuration file does not offer it.
+        Python package). dtype: ``float64`` exists for tests; the configuration file does not offer it.
     """
 
     path: str = DEFAULT_MODEL
@@ -36,6 +36,7 @@ class EngineConfig:
     kv_cache_memory: bytes for the KV block pool.
     max_num_batched_tokens: rows of one forward pass, prompt chunks and drafted rows together; it bounds how long a
         long prompt holds up the tokens of others. None is 128 on a CPU and 4096 on a GPU.
+    num_threads: applied by ``engine.threads.configure``, which must run before torch is imported.
     max_waiting_tokens: prompt tokens that may be queued and not yet computed before a request is refused.
     """
 

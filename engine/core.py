@@ -14,7 +14,7 @@ from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput, StepOutput, StepStats
 from engine.request import Request
 from engine.sampling_params import EngineRequest
-from engine.scheduler import Plan, ScheduledRequest, Scheduler
+from engine.scheduler import Plan, Scheduler
 from engine.spec_decode.drafter import ExtraRows
 from engine.spec_decode.drafting import Drafting
 
@@ -151,11 +151,8 @@ class EngineCore:
         return StepStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.waiting_tokens,
             kv_usage=scheduler.pool.usage,
             rows=execution.batch.num_rows if execution.batch is not None else 0,
-            decode_rows=sum(1 + len(span.item.tree) for span in spans if _decodes(span.item)),
-            prompt_tokens=sum(max(0, _prompt_end(span.item) - span.item.start) for span in spans),
             preemptions=plan.preemptions,
             prefix_queries=plan.prefix_queries,
             prefix_hits=plan.prefix_hits,
@@ -177,11 +174,3 @@ class EngineCore:
             return None
         tokens = sum(len(emission.tokens) for emission in decoding)
         return tokens / len(decoding) * costs(batch.num_rows - nodes) / measured
-
-
-def _decodes(item: ScheduledRequest) -> bool:
-    return item.count == 1 and item.start >= item.request.prompt_length
-
-
-def _prompt_end(item: ScheduledRequest) -> int:
-    return min(item.start + item.count, item.request.prompt_length)

@@ -56,7 +56,7 @@ class RequestOutput:
     error: set with finish_reason "error"; a sentence for the log, not for the client.
     num_cached_tokens: prompt tokens served from the prefix cache, on every output.
     prompt_logprobs: on the first output, when asked for: one entry a prompt token, None for the first.
-    max_draft_depth: the deepest draft the engine may make for this request.
+    max_draft_depth: the deepest draft the engine may make: a chain of all its nodes.
     """
 
     request_id: str
@@ -77,7 +77,7 @@ class StepStats:
     """Engine-wide figures of one step, for metrics. Counts are of this step; gauges are after it.
 
     phase_seconds: wall time of "schedule", "draft", "verify" (the forward), "sample", "commit".
-    rows: rows of the forward pass (prompt rows and decode rows together). decode_rows: rows of decoding requests.
+    rows: rows of the forward pass (prompt rows and decode rows together).
     wasted: drafted nodes verified and thrown away, by method.
     modes: steps of requests by (mode, reason): mode "spec" or "plain"; reason "" for spec, and for plain one of
         "request", "disabled", "no_draft", "low_acceptance", "load", "limit".
@@ -87,11 +87,8 @@ class StepStats:
 
     running: int
     waiting: int
-    waiting_tokens: int
     kv_usage: float
     rows: int = 0
-    decode_rows: int = 0
-    prompt_tokens: int = 0
     preemptions: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
@@ -117,7 +114,8 @@ class ModelInfo:
     path: folder with the tokenizer files. digest: hex digest of the weights' source.
     default_sampling: sampling fields of the model's generation_config (temperature, top_p, top_k, min_p,
         repetition_penalty), present only where the checkpoint sets them.
-    max_draft_depth: deepest draft that may be made; 0 when speculation is off. methods: loaded drafters.
+    max_draft_tokens: nodes of a draft tree at most; 0 when speculation is off. methods: loaded drafters.
+    margin_bound: in this number format tokens with a smaller margin may differ between batches of rows.
     """
 
     name: str

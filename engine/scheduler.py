@@ -8,7 +8,6 @@ its blocks are freed and it waits, first in line, to compute its tokens again.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from engine.kv_cache import BlockPool
@@ -54,10 +53,6 @@ class Plan:
     prefix_queries: int = 0
     prefix_hits: int = 0
     modes: Counter[tuple[str, str]] = field(default_factory=Counter)
-
-    @property
-    def num_rows(self) -> int:
-        return sum(item.count + len(item.tree) for item in self.scheduled)
 
 
 class Scheduler:
@@ -222,6 +217,3 @@ class Scheduler:
             for block in range(request.num_published_blocks, full):
                 self.pool.publish(request.block_ids[block], digests[block])
             request.num_published_blocks = full
-
-    def live_requests(self) -> Iterable[Request]:
-        return [*self.running, *self.waiting]

@@ -25,8 +25,8 @@ class StepBench:
         self._block_size = block_size
         self._num_blocks = num_blocks
 
-    def _request(self, token_ids: list[int], max_tokens: int = 1) -> Request:
-        source = EngineRequest("bench", tuple(token_ids), SamplingParams(max_tokens=max_tokens, prompt_logprobs=0))
+    def _request(self, token_ids: list[int]) -> Request:
+        source = EngineRequest("bench", tuple(token_ids), SamplingParams(max_tokens=1, prompt_logprobs=0))
         request = Request.from_source(source, ())
         request.block_ids = list(range(self._num_blocks))
         return request

@@ -5,9 +5,9 @@ from __future__ import annotations
 from fastapi import Depends, FastAPI
 
 from server import chat, completions, health, models
+from server.admission import refuse_while_draining
 from server.auth import ApiKeys, require_api_key
 from server.context import ServerContext
-from server.limits import refuse_while_draining
 from server.operation import about_router, bare_app, metrics_router
 
 

@@ -13,7 +13,10 @@ router = APIRouter(tags=["models"])
 
 
 def model_object(context: ServerContext) -> dict[str, Any]:
-    """The OpenAI model object, with vLLM's ``root``, ``parent`` and ``max_model_len`` beside it."""
+    """The OpenAI model object, with vLLM's ``root``, ``parent`` and ``max_model_len`` beside it.
+
+    margin_bound: below it a token's margin (``return_margins``) marks a near-tie, not a fault.
+    """
     return {
         "id": context.served_model_name,
         "object": "model",
@@ -22,6 +25,7 @@ def model_object(context: ServerContext) -> dict[str, Any]:
         "root": context.engine.info.name,
         "parent": None,
         "max_model_len": context.engine.info.max_model_len,
+        "margin_bound": context.engine.info.margin_bound,
     }
 
 

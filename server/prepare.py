@@ -71,7 +71,7 @@ async def prepare_chat(context: ServerContext, wire: ChatCompletionRequest) -> P
     sampling = replace(
         sampling_params(wire, context.tokenizer, context.engine.info),
         logprobs=wire.num_logprobs,
-        max_tokens=_token_limit(wire.token_limit, len(token_ids), context.engine.info, "messages"),
+        max_tokens=_token_limit(wire, len(token_ids), context.engine.info, "messages"),
     )
     _check_min_tokens(sampling)
     prompts = (Prompt(tuple(token_ids)),)
@@ -90,7 +90,7 @@ async def prepare_completion(context: ServerContext, wire: CompletionRequest) ->
     samplings = []
     for prompt in prompts:
         length = len(prompt.token_ids)
-        max_tokens = _token_limit(wire.max_tokens, length, context.engine.info, "prompt")
+        max_tokens = _token_limit(wire, length, context.engine.info, "prompt")
         scored = wire.logprobs if wire.echo else None
         if max_tokens == 0:
             scored = scored or 0  # the engine's only reason to look at a prompt that is not continued
@@ -148,8 +148,9 @@ def _document_start(context: ServerContext) -> int:
     return start
 
 
-def _token_limit(wanted: int | None, prompt_length: int, info: ModelInfo, param: str) -> int:
+def _token_limit(wire: GenerationRequest, prompt_length: int, info: ModelInfo, param: str) -> int:
     """Output tokens allowed; what is left of the context where the request is silent."""
+    wanted = wire.token_limit
     room = info.max_model_len - prompt_length
     smallest = 1 if wanted is None else wanted
     if room < min(1, smallest):
@@ -163,7 +164,7 @@ def _token_limit(wanted: int | None, prompt_length: int, info: ModelInfo, param:
             f"This model's maximum context length is {info.max_model_len} tokens. However, you requested "
             f"{prompt_length + smallest} tokens ({prompt_length} in the {param}, {smallest} in the completion)."
         )
-        raise invalid(message, "max_tokens", "context_length_exceeded")
+        raise invalid(message, wire.token_limit_field, "context_length_exceeded")
     return room if wanted is None else wanted
 
 

@@ -31,7 +31,7 @@ class Exchange:
 
 
 class RequestLog:
-    """ASGI middleware: puts ``x-request-id`` and ``openai-processing-ms`` on every answer and logs its end.
+    """ASGI middleware: gives answers ``x-request-id`` and ``openai-processing-ms``, and logs their end.
 
     While the server drains, answers close their connection, so that a keep-alive client finds the next server.
     """

@@ -40,11 +40,12 @@ def load_model(config: Config, progress: Callable[[str], None]) -> LoadedModel:
     Raises engine.errors.ModelLoadError or MemoryError.
     """
     # Imported here: torch and transformers take seconds, which no other command and no refused setting should pay.
+    progress("Loading libraries")
     from engine.async_engine import AsyncEngine
     from server.tokenizer import Tokenizer, TokenizerLoadError
 
     engine = AsyncEngine.load(config.to_engine_settings(), progress=progress)
-    progress("reading the tokenizer")
+    progress("Reading the tokenizer")
     try:
         return LoadedModel(engine, Tokenizer.load(engine.info.path))
     except TokenizerLoadError as error:

@@ -31,6 +31,7 @@ from engine.outputs import RequestOutput, TokenOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.tree import ROOT, DraftTree
 
 # Tiny matrices gain nothing from a team of threads, and lose whole time slices to it on a busy machine.
@@ -181,6 +182,8 @@ def assert_all_free(core: EngineCore) -> None:
     pool = core.scheduler.pool
     pool.check_invariants()
     assert pool.num_free == pool.num_blocks
+    for drafter in core._drafting.drafters:
+        assert not isinstance(drafter, SuffixDrafter) or not drafter._requests
 
 
 class ScriptedDrafter:

@@ -61,7 +61,7 @@ class Segment:
         low = 0
         visible = self.visible
         if window is not None and self.kv_length > window:
-            # Key positions never fall behind the lowest row's window before that row's own first visible key.
+            # No row sees a key before the first one in the window of the lowest row.
             low = max(0, int(self.positions.min()) - window + 1)
             near = self.positions[:, None] - self.key_positions[None, :] < window
             visible = near if visible is None else visible & near

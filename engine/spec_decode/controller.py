@@ -8,6 +8,7 @@ yield per second is at its best; the curve is jagged, so every count is looked a
 from __future__ import annotations
 
 import bisect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +28,7 @@ class DraftChoice:
 
 
 class StepCosts:
-    """T(rows): seconds of a forward pass by its number of rows, interpolated between measured counts."""
+    """T(rows): seconds of a forward pass by its rows, interpolated between measured counts and extrapolated beyond."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
         """seconds: at least one row count and its time; made non-decreasing, since noise must not make rows free."""
@@ -40,9 +41,16 @@ class StepCosts:
 
     @classmethod
     def measured(cls, time_step: Callable[[int], float], max_rows: int, repeats: int = 3) -> StepCosts:
-        """Times 1, 2, 3, 4, 6, 8, 12, 16, 24, ... rows up to ``max_rows``; the best of ``repeats`` each."""
+        """Times 1, 2, 3, 4, 6, 8, 12, 16, 24, ... rows up to ``max_rows``; the best of ``repeats`` each.
+
+        The counts take turns, so that a busy moment of the machine does not make one of them look dear.
+        """
         counts = [rows for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if rows < max_rows]
-        return cls({rows: min(time_step(rows) for _ in range(repeats)) for rows in [*counts, max_rows]})
+        seconds: dict[int, float] = {}
+        for _ in range(repeats):
+            for rows in [*counts, max_rows]:
+                seconds[rows] = min(time_step(rows), seconds.get(rows, math.inf))
+        return cls(seconds)
 
     def __call__(self, rows: int) -> float:
         after = bisect.bisect_left(self._rows, rows)

@@ -14,7 +14,8 @@ from engine.spec_decode.tree import DraftTree
 
 @dataclass(frozen=True, slots=True)
 class ExtraRows:
-    """Rows a drafter adds to a request's verification forward beside the tree (the streams of Speculative Streaming).
+    """Rows a drafter adds to a request's verification forward beside the tree, such as the streams of Speculative
+    Streaming.
 
     They are computed, not verified, and their KV is dropped. Row e sees the committed prefix, the ancestors of its
     parent, and itself. parents[e]: -1 is the root, i < len(tree) a tree node, len(tree) + j the extra row j < e.
@@ -44,7 +45,8 @@ class DraftContext:
     sampling: the target's processing; a drafter with logits applies it before ranking its children.
     accepted: states of the node that emitted the last token (the row whose logits chose it); None unless the drafter
         asks for hidden states. extra: states of the drafter's own extra rows of the last forward.
-    max_depth, max_nodes: limits of this proposal (token and context limits are already in them).
+    max_depth: limit of this proposal (token and context limits are already in it). max_nodes: how many nodes may be
+        verified at most; a proposal may hold more, of which the likeliest are taken.
     """
 
     request_id: str

@@ -29,10 +29,6 @@ class Drafting:
         self._block_size = block_size
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        return tuple(drafter.method for drafter in self.drafters)
-
-    @property
     def needs_hidden(self) -> bool:
         return any(drafter.needs_hidden or drafter.hidden_layers for drafter in self.drafters)
 

@@ -34,10 +34,6 @@ class DraftTree:
     def max_depth(self) -> int:
         return max(self.depths, default=0)
 
-    @property
-    def is_chain(self) -> bool:
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
     def add(self, token: int, parent: int, survival: float, method: str) -> int:
         """Adds a node, or finds it if ``parent`` already has a child with this token; returns its index.
 

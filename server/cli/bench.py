@@ -27,9 +27,9 @@ def bench(
     url: Annotated[str, typer.Option(help="The server to measure.")] = "http://127.0.0.1:8000",
     dataset: Annotated[
         list[str] | None,
-        typer.Option(help="mt-bench, humaneval, edits or a file; may be given several times.  [default: mt-bench]"),
+        typer.Option(help="mt-bench, humaneval, edits or a file; may be given several times.  \\[default: edits]"),
     ] = None,
-    n: Annotated[int | None, typer.Option(help="Prompts of each dataset.  [default: all]", min=1)] = None,
+    n: Annotated[int | None, typer.Option(help="Prompts of each dataset.  \\[default: all]", min=1)] = None,
     rounds: Annotated[int, typer.Option(help="Times each prompt is answered both ways.", min=1)] = 3,
     clients: Annotated[int, typer.Option(help="Requests in flight at once.", min=1)] = 1,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 128,
@@ -45,7 +45,7 @@ def bench(
     sampling = Sampling(max_tokens, temperature, seed, margins)
     console = Console()
     try:
-        datasets = [load_dataset(name, n) for name in dataset or ["mt-bench"]]
+        datasets = [load_dataset(name, n) for name in dataset or ["edits"]]
         results = {data.name: _measured(url, data, sampling, plan) for data in datasets}
         server = _server(url, headers)
     except (DatasetError, ServerFault) as error:
@@ -79,15 +79,15 @@ def _server(url: str, headers: dict[str, str]) -> dict[str, Any]:
 
 def _table(results: dict[str, dict[str, Any]]) -> Table:
     table = Table(title="speculation on against off, interleaved")
-    columns = ("dataset", "pairs", "time off/on (min-max)", "tok/s on", "tok/s off", "tokens a forward", "identical")
+    columns = ("dataset", "time off/on", "(min-max)", "tok/s on", "off", "tok/forward", "same")
     for name in columns:
         table.add_column(name, justify="left" if name == "dataset" else "right")
     for name, summary in results.items():
         ratio = summary["time_ratio_off_over_on"]
         table.add_row(
             name,
-            str(summary["pairs"]),
-            f"{ratio['median']:.2f}x ({ratio['min']:.2f}-{ratio['max']:.2f})",
+            f"{ratio['median']:.2f}x",
+            f"{ratio['min']:.2f}-{ratio['max']:.2f}",
             *(f"{summary[side]['decode_tokens_per_second'] or 0:.1f}" for side in ("on", "off")),
             f"{summary['on']['tokens_per_forward'] or 0:.2f}",
             f"{summary['identical']}/{summary['pairs']}",

@@ -36,9 +36,11 @@ def serve(
         str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on.  [default: 127.0.0.1]")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 is any free one.  [default: 8000]")] = None,
-    heads: Annotated[str | None, typer.Option(help="A folder with draft heads.", metavar="DIR")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.  \\[default: 127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 is any free one.  \\[default: 8000]")] = None,
+    heads: Annotated[
+        str | None, typer.Option(help="A folder of draft heads (not available yet).", metavar="DIR")
+    ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. engine.max_num_seqs=8.", metavar="KEY=VALUE")
     ] = None,
@@ -78,7 +80,7 @@ def _launch(
 
     def announce(context: ServerContext) -> None:
         progress.stop()
-        print(announcement(context, listener), flush=True)
+        print(announcement(context, listener, admin_listener), flush=True)
 
     return Launch(
         config=config,
@@ -98,14 +100,15 @@ def _build_app(context: ServerContext) -> ASGIApp:
     return create_app(context)
 
 
-def announcement(context: ServerContext, listener: socket.socket) -> str:
+def announcement(context: ServerContext, listener: socket.socket, admin_listener: socket.socket | None = None) -> str:
     """The line that says the server answers, and a command to try it with."""
     url = url_of(listener)
     key = "-H 'Authorization: Bearer KEY' " if context.config.server.api_keys_file else ""
     body = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
     reachable = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    admin = "" if admin_listener is None else f", probes and metrics on {url_of(admin_listener)}"
     return (
-        f"headlong serving {context.served_model_name} on {url}\n"
+        f"headlong serving {context.served_model_name} on {url}{admin}\n"
         f"  curl -N {reachable}/v1/chat/completions {key}-d '{body}'"
     )
 

@@ -67,6 +67,9 @@ class StreamOptions(WireModel):
 class SpeculationOptions(WireModel):
     """One request's wishes about drafting; ``max_draft_tokens`` counts tree nodes beside the root."""
 
+    # An option of ours that is misspelt would otherwise do nothing in silence.
+    model_config = ConfigDict(extra="forbid")
+
     enabled: bool = True
     method: str = "auto"
     max_draft_tokens: int | None = Field(default=None, ge=0)
@@ -101,9 +104,20 @@ class GenerationRequest(WireModel):
     cache_salt: str = Field("", max_length=256)
     service_tier: str | None = None
 
+    @property
+    def token_limit(self) -> int | None:
+        """Output tokens asked for; None: the request does not say."""
+        raise NotImplementedError
+
+    @property
+    def token_limit_field(self) -> str:
+        """The field that said so."""
+        return "max_tokens"
+
 
 _CODES = {
     "missing": "missing_required_parameter",
+    "extra_forbidden": "unknown_parameter",
     "too_short": "empty_array",
     "too_long": "array_above_max_length",
     "string_too_long": "string_above_max_length",

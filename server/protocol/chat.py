@@ -34,6 +34,10 @@ class ChatCompletionRequest(GenerationRequest):
     def token_limit(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def token_limit_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
 
 def parse_chat(body: Mapping[str, Any]) -> ChatCompletionRequest:
     """Raises ApiError 400 naming the first field that is unsupported, broken or contradicts another."""

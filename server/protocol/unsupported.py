@@ -29,7 +29,7 @@ def _only_text(value: Any) -> bool:
     return isinstance(value, list) and all(item == "text" for item in value)
 
 
-# Everything that shapes the answer in other servers' dialects and would otherwise be dropped as an unknown key.
+# What shapes the answer in other servers' dialects and would otherwise be dropped as an unknown key.
 _COMMON: dict[str, Neutral] = {
     "guided_json": _empty,
     "guided_regex": _empty,
@@ -47,6 +47,8 @@ _COMMON: dict[str, Neutral] = {
     "include_stop_str_in_output": _is(False),
     "skip_special_tokens": _is(True),
     "return_tokens_as_token_ids": _is(False),
+    "typical_p": _is(1, 1.0),
+    "priority": _is(0),
 }
 CHAT: dict[str, Neutral] = _COMMON | {
     "tools": _empty,
@@ -59,10 +61,11 @@ CHAT: dict[str, Neutral] = _COMMON | {
     "web_search_options": _never,
     "chat_template": _never,
     "documents": _empty,
+    "add_special_tokens": _is(False),
     "echo": _is(False),
     "best_of": _is(1),
 }
-COMPLETIONS: dict[str, Neutral] = _COMMON | {"suffix": _empty}
+COMPLETIONS: dict[str, Neutral] = _COMMON | {"suffix": _empty, "add_special_tokens": _is(True)}
 _CHOICES = frozenset({"tool_choice", "function_call", "modalities"})  # the field is known, its value is not
 
 

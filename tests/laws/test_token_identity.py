@@ -115,6 +115,37 @@ def test_every_sampling_parameter_with_every_drafter(architecture: str, kind: st
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("kind", ["suffix", "oracle"])
+def test_preempted_requests_go_on_as_if_nothing_had_happened(
+    architecture: str, prefix_caching: bool, kind: str
+) -> None:
+    requests = [
+        request(f"r{i}", [7, 3, 9, i, 3, 9], SamplingParams(temperature=0.9, seed=i, max_tokens=60, ignore_eos=True))
+        for i in range(6)
+    ]
+    expected = plain_answers(architecture, requests)
+    sizes = Sizes(num_blocks=29, prefix_caching=prefix_caching, max_num_batched_tokens=24)
+    core = tiny_core(architecture, drafters_for(kind, expected, 8), sizes)
+    answers: dict[str, Answer] = {}
+    preemptions = 0
+    for one in requests:
+        core.add(one)
+    while core.has_work:
+        step = core.step()
+        preemptions += step.stats.preemptions
+        collect(answers, step.outputs)
+        # What a freed block held must not be what makes a resumed request right.
+        for tensor in (*core._runner._cache.keys, *core._runner._cache.values):
+            free = [block * 4 + offset for block in core.scheduler.pool._free for offset in range(4)]
+            if not prefix_caching:
+                tensor[:, free] = 77.0
+    assert preemptions > 3
+    assert_same(answers, expected)
+    assert_all_free(core)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_rejection_rule_ends_every_request_and_agrees_where_it_must(architecture: str) -> None:
     """It is not seed-identical; greedily it must be, it must accept drafts, and it must repeat itself."""
     requests = make_requests(3, 6)

@@ -20,10 +20,10 @@ from starlette.responses import StreamingResponse
 from engine.errors import ModelLoadError
 from engine.outputs import ModelInfo
 from server import health
+from server.admission import refuse_while_draining
 from server.config import load_config
 from server.context import ServerContext
 from server.lifecycle import Launch, run
-from server.limits import refuse_while_draining
 from server.listener import listen, url_of
 from server.operation import about_router, bare_app, create_admin_app
 from server.startup import LoadedModel
