@@ -104,9 +104,8 @@ class AsyncEngine:
         return secrets.randbits(64) if self._random is None else self._random.getrandbits(64)
 
     def check(self, request: EngineRequest) -> None:
-        """Raises InvalidRequestError, EngineBusyError or EngineDeadError if ``add`` would; queues nothing."""
-        if not self.is_alive:
-            raise EngineDeadError(self._failure or "the engine is not running")
+        """Raises InvalidRequestError, EngineBusyError or EngineDeadError for what cannot be taken; queues nothing."""
+        self._check_alive()
         self._check_prompt(request)
         self._check_speculation(request)
         if request.request_id in self._streams:
@@ -117,6 +116,10 @@ class AsyncEngine:
             raise EngineBusyError(
                 f"{waiting} prompt tokens are already waiting", retry_after=min(_MAX_RETRY_AFTER, max(1.0, seconds))
             )
+
+    def _check_alive(self) -> None:
+        if not self.is_alive:
+            raise EngineDeadError(self._failure or "the engine is not running")
 
     def _check_prompt(self, request: EngineRequest) -> None:
         prompt, info = request.prompt_token_ids, self.info
@@ -144,11 +147,12 @@ class AsyncEngine:
             )
 
     def add(self, request: EngineRequest) -> AsyncIterator[RequestOutput]:
-        """Queues a request; the iterator ends after the one output whose finish_reason is set.
+        """Queues a request that ``check`` has passed; the iterator ends after the one output with a finish_reason.
 
-        Raises what ``check`` raises. A caller that stops early calls ``abort``.
+        The queue's bound is ``check``'s alone: the choices of one answer are checked first and then added together,
+        and must not find each other in the way. Raises EngineDeadError. A caller that stops early calls ``abort``.
         """
-        self.check(request)
+        self._check_alive()
         stream: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self._streams[request.request_id] = stream
         self._core.add(request)

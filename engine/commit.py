@@ -60,19 +60,20 @@ class Committer:
         """One emission a request of the batch. ``seconds`` receives the time of "sample" and "commit"."""
         began = time.perf_counter()
         for span in batch.spans:
-            self._note_prompt_logprobs(span, result.logits)
             span.item.request.scheduled = span.item.request.scheduled or time.monotonic()
-        emitting = [span for span in batch.spans if span.item.completes and self._tokens_left(span) > 0]
-        results = self._verifier.verify([self._verify_item(span) for span in emitting], result.logits)
+        emits = [span.item.completes and self._tokens_left(span) > 0 for span in batch.spans]
+        items = [self._verify_item(span) for span, wanted in zip(batch.spans, emits, strict=True) if wanted]
+        results = iter(self._verifier.verify(items, result.logits))
+        steps = [(span, next(results) if wanted else None) for span, wanted in zip(batch.spans, emits, strict=True)]
         sampled = time.perf_counter()
-        verified = dict(zip((id(span) for span in emitting), results, strict=True))
-        emissions, moves = [], _Moves([], [])
-        for span in batch.spans:
-            emissions.append((span.item.request, self._guarded_advance(span, verified.get(id(span)), result, moves)))
+        moves = _Moves([], [])
+        emissions = [
+            (span.item.request, self._guarded_advance(span, verified, result, moves)) for span, verified in steps
+        ]
         if moves.source:
             self._runner.move_kv(moves.source, moves.target)
-        for span in batch.spans:
-            self._publish(span, verified.get(id(span)))
+        for span, verified in steps:
+            self._count_computed(span, verified)
         seconds["sample"], seconds["commit"] = sampled - began, time.perf_counter() - sampled
         return emissions
 
@@ -104,6 +105,7 @@ class Committer:
     def _advance(self, span: RowSpan, verified: VerifyResult | None, result: ForwardResult, moves: _Moves) -> Emission:
         """Appends the emitted tokens up to the first end, and notes which KV entries must move."""
         request = span.item.request
+        self._note_prompt_logprobs(span, result.logits)
         if verified is None:
             return self._end_of_prompt(span)
         if verified.error is not None:
@@ -182,6 +184,7 @@ class Committer:
     def _keep_states(self, span: RowSpan, logits_row: int, hidden: HiddenStates | None) -> None:
         if hidden is None:
             return
+        # From the root on, rows lie in the same order in the batch and among the logits.
         request, row = span.item.request, span.root_row + logits_row - span.root_logits
         # Cloned: a view would keep the states of every row of the step alive.
         request.accepted = HiddenStates(
@@ -194,7 +197,7 @@ class Committer:
                 hidden.final[rows].clone(), {layer: states[rows].clone() for layer, states in hidden.layers.items()}
             )
 
-    def _publish(self, span: RowSpan, verified: VerifyResult | None) -> None:
+    def _count_computed(self, span: RowSpan, verified: VerifyResult | None) -> None:
         """Counts the KV that is now in place: the planned tokens and the accepted nodes that were kept."""
         request = span.item.request
         end = span.item.start + span.item.count

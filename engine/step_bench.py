@@ -26,6 +26,7 @@ class StepBench:
         self._num_blocks = num_blocks
 
     def _request(self, token_ids: list[int]) -> Request:
+        # Asking for the prompt's log-probabilities keeps the logits of every row.
         source = EngineRequest("bench", tuple(token_ids), SamplingParams(max_tokens=1, prompt_logprobs=0))
         request = Request.from_source(source, ())
         request.block_ids = list(range(self._num_blocks))

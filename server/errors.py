@@ -121,8 +121,10 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(invalid(str(first["msg"]), param), request)
 
     async def on_unexpected(request: Request, error: Exception) -> Response:
-        # Starlette re-raises after this answer, so the server's own log has the traceback already.
-        return error_response(internal_error(), request)
+        # Starlette re-raises after this answer: the server's own log has the traceback, and the connection ends.
+        response = error_response(internal_error(), request)
+        response.headers["connection"] = "close"
+        return response
 
     app.add_exception_handler(ApiError, on_error)
     app.add_exception_handler(EngineError, on_error)

@@ -65,7 +65,7 @@ class Generation:
         self._is_closed = False
 
     def start(self) -> None:
-        """Queues every choice, or none. Raises what ``AsyncEngine.check`` and ``add`` raise."""
+        """Queues every choice, or none; without a pause between check and queue. Raises what ``check`` raises."""
         for request in self.prepared.choices:
             self._engine.check(request)
         added: list[AsyncIterator[RequestOutput]] = []

@@ -120,10 +120,12 @@ def _render(context: ServerContext, wire: ChatCompletionRequest, messages: list[
 def _read_prompt(context: ServerContext, wire: CompletionRequest, prompt: PromptInput) -> Prompt:
     tokenizer = context.tokenizer
     if isinstance(prompt, str):
+        if not wire.echo:
+            return Prompt(tuple(tokenizer.encode(prompt, add_special_tokens=True) or [_document_start(context)]))
         ids, offsets = tokenizer.encode_with_offsets(prompt)
         if not ids:
             ids, offsets = [_document_start(context)], [0]
-        return Prompt(tuple(ids), prompt, tuple(offsets)) if wire.echo else Prompt(tuple(ids))
+        return Prompt(tuple(ids), prompt, tuple(offsets))
     check_token_ids(prompt, context.engine.info.vocab_size, "prompt")
     if not wire.echo:
         return Prompt(prompt)

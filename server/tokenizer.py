@@ -71,12 +71,17 @@ class Tokenizer:
             raise TokenizerLoadError(f"No usable tokenizer in {path}: {error}") from error
 
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self._encoding(text, add_special_tokens).ids)
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
         """Ids with the model's own special tokens, and the character of ``text`` at which each begins."""
-        encoding = self._backend.encode(text, add_special_tokens=True)
+        encoding = self._encoding(text, add_special_tokens=True)
         return list(encoding.ids), [start for start, _ in encoding.offsets]
+
+    def _encoding(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+        # Of the two, only the batch call releases the interpreter: a long prompt must not halt every stream.
+        (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
+        return encoding
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -97,6 +97,6 @@ def _arguments(value: Any) -> Any:
         return {} if value is None else value
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
     return parsed if isinstance(parsed, dict) else value

@@ -110,7 +110,7 @@ async def test_what_is_refused_before_it_is_queued(
     engine = make_engine(core)
     engine.start()
     with pytest.raises(InvalidRequestError) as refused:
-        engine.add(request("r", prompt, sampling, speculation))
+        engine.check(request("r", prompt, sampling, speculation))
     assert (refused.value.param, refused.value.code) == (param, code)
     assert not core.has_work
     await engine.shutdown()
@@ -120,12 +120,16 @@ async def test_a_full_queue_is_busy_and_a_taken_name_is_refused() -> None:
     core = tiny_core("llama")
     engine = make_engine(core, max_waiting_tokens=10)
     engine._thread = type("Thread", (), {"is_alive": lambda self: True, "join": lambda self: None})()
-    engine.add(request("a", [1] * 20, GREEDY))  # an idle engine takes what alone is more than the queue's limit
+    choices = [request("a", [1] * 20, GREEDY), request("a2", [1] * 20, GREEDY)]
+    for choice in choices:  # an idle engine takes what alone is more than the queue's limit
+        engine.check(choice)
+    for choice in choices:
+        engine.add(choice)
     with pytest.raises(EngineBusyError) as busy:
-        engine.add(request("b", [1] * 8, GREEDY))
+        engine.check(request("b", [1] * 8, GREEDY))
     assert 1 <= busy.value.retry_after <= 30
     with pytest.raises(InvalidRequestError):
-        engine.add(request("a", [1], GREEDY))
+        engine.check(request("a", [1], GREEDY))
 
 
 def test_drawn_seeds_repeat_with_the_configured_seed_only() -> None:

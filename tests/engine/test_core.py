@@ -137,6 +137,27 @@ def test_non_finite_logits_end_one_request_alone(monkeypatch: pytest.MonkeyPatch
     assert_all_free(core)
 
 
+def test_non_finite_logits_of_a_prompt_end_one_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    scored = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1)
+    requests = [request("r0", PROMPT, GREEDY), request("r1", [*PROMPT, 8], scored)]
+    expected = run(tiny_core("llama"), requests)
+    core = tiny_core("llama")
+    inner = core._runner.forward
+
+    def poisoned(batch: Any) -> ForwardResult:
+        logits = inner(batch).logits.clone()
+        for span in batch.spans:
+            if span.item.request.request_id == "r1" and span.item.start == 0:
+                logits[span.first_logits] = float("nan")
+        return ForwardResult(logits)
+
+    monkeypatch.setattr(core._runner, "forward", poisoned)
+    found = run(core, requests)
+    assert found["r1"].finish_reason == "error"
+    assert found["r0"].ids == expected["r0"].ids
+    assert_all_free(core)
+
+
 def test_a_failing_forward_costs_the_newest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = [request(f"r{i}", [*PROMPT, i], GREEDY) for i in range(3)]
     expected = run(tiny_core("llama"), requests)

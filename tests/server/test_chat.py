@@ -251,6 +251,15 @@ async def test_what_the_template_sees() -> None:
     assert prompt_of(wire).endswith("<|start|>assistant\nthink ")
 
 
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 100_000, "{", "not JSON", '{"a": 1}'])
+async def test_arguments_that_are_no_object_reach_the_template_as_they_came(arguments: str) -> None:
+    wire = Wire(fake("x"))
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    response = await wire.post(CHAT, {"messages": history})
+    assert response.status_code == 200, response.text
+
+
 async def test_a_failure_of_the_engine() -> None:
     wire = Wire(fake("abcdef", fail_after=3))
     response = await wire.post(CHAT, {"messages": MESSAGES, "n": 2})

@@ -17,7 +17,10 @@ from server.context import ServerContext
 from server.listener import listen
 
 ContextFactory = Callable[..., ServerContext]
-DEADLINES = Deadlines(idle_seconds=1.5, header_seconds=0.4, body_seconds=0.4, max_header_bytes=4096)
+DEADLINES = Deadlines(
+    idle_seconds=1.5, header_seconds=0.4, body_seconds=0.4, max_header_bytes=4096, max_waiting_bytes=20_000
+)
+LEFT: list[bytes] = []  # requests to /wait whose client was seen to leave
 
 
 async def test_draining_refuses_new_work_and_says_when_to_come_back(still_context: ContextFactory) -> None:
@@ -36,7 +39,7 @@ async def test_draining_refuses_new_work_and_says_when_to_come_back(still_contex
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body's length; /slow answers after 1 s, /early before the body has come."""
+    """Answers with the body's length; /slow answers after 1 s, /early before the body has come, /wait never."""
     size = 0
     if scope["path"] != "/early":
         while True:
@@ -48,6 +51,11 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
                 break
     if scope["path"] == "/slow":
         await asyncio.sleep(1.0)
+    if scope["path"] == "/wait":
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        LEFT.append(scope["query_string"])
+        return
     body = str(size).encode()
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -133,6 +141,46 @@ async def test_blank_lines_do_not_hold_a_connection(address: tuple[str, int]) ->
 async def test_headers_have_a_size(address: tuple[str, int]) -> None:
     answer, _ = await send_slowly(address, b"GET / HTTP/1.1\r\nX-Big: " + b"a" * 8000)
     assert answer.startswith(b"HTTP/1.1 431 ")
+
+
+async def test_headers_that_come_in_one_piece_have_the_same_size(address: tuple[str, int]) -> None:
+    request = b"POST / HTTP/1.1\r\nContent-Length: 3\r\nX-Big: " + b"a" * 5000 + b"\r\n\r\nabc"
+    answer, _ = await send_slowly(address, request)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    "behind",
+    [
+        b"",
+        b"GET /wait?second HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 9000\r\n\r\n" + b"b" * 9000,
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 90000\r\n\r\n" + b"b" * 90_000,
+    ],
+    ids=["alone", "with-one-behind", "with-a-body-behind", "with-more-than-allowed-behind"],
+)
+async def test_a_client_that_leaves_is_noticed_whatever_it_has_pipelined(
+    address: tuple[str, int], behind: bytes
+) -> None:
+    LEFT.clear()
+    _, writer = await asyncio.open_connection(*address)
+    writer.write(b"GET /wait?first HTTP/1.1\r\nHost: a\r\n\r\n" + behind)
+    await asyncio.sleep(0.2)
+    writer.close()
+    async with asyncio.timeout(3):
+        while not LEFT:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert LEFT == [b"first"]
+
+
+async def test_pipelined_requests_are_answered_in_order(address: tuple[str, int]) -> None:
+    post = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n%s\r\n%s"
+    parts = [post % (path, size, extra, b"a" * size) for path, size, extra in (
+        (b"/slow", 3, b""), (b"/", 700, b""), (b"/", 1, b"Connection: close\r\n")
+    )]  # fmt: skip
+    answer, _ = await send_slowly(address, b"".join(parts))
+    assert [part.rpartition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]] == [b"3", b"700", b"1"]
 
 
 async def test_a_malformed_request_is_an_error_object(address: tuple[str, int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,14 @@ def test_only_the_templates_own_variables_are_passed() -> None:
 def test_transformers_own_tag_does_not_stop_a_template() -> None:
     tokenizer = tiny_tokenizer("{% generation %}{{ messages[0]['content'] }}{% endgeneration %}")
     assert tokenizer.decode(tokenizer.render_chat([USER])) == "hi"
+
+
+async def test_a_long_text_does_not_halt_the_event_loop() -> None:
+    """``tokenizers`` releases the interpreter in one of its two calls only."""
+    tokenizer, text, ticks = smollm2_tokenizer(), "the cat sat " * 200_000, 0
+    work = asyncio.create_task(asyncio.to_thread(tokenizer.encode, text))
+    while not work.done():
+        await asyncio.sleep(0.005)
+        ticks += 1
+    assert len(await work) > 500_000
+    assert ticks > 10

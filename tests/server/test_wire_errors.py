@@ -268,6 +268,21 @@ async def test_unknown_urls_methods_and_bugs_are_error_objects() -> None:
     assert "secret" not in json.dumps(error_of(response, 500))
     assert response.headers["x-should-retry"] == "false"
     assert response.headers["x-request-id"]
+    assert response.headers["connection"] == "close"
+
+
+async def test_an_option_of_ours_that_is_misspelt_is_refused() -> None:
+    wire = Wire(fake("x"))
+    response = await wire.post(CHAT, {"messages": MESSAGES, "speculation": {"enable": False}})
+    error = error_of(response, 400)
+    assert (error["param"], error["code"]) == ("speculation.enable", "unknown_parameter")
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_too_many_tokens_are_refused_under_the_name_they_were_asked_by(field: str) -> None:
+    wire = Wire(fake("x"))
+    error = error_of(await wire.post(CHAT, {"messages": MESSAGES, field: 10**9}), 400)
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
