@@ -45,6 +45,10 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=5)
     best_of: int | None = Field(None, ge=0, le=20)
 
+    @property
+    def token_limit(self) -> int:
+        return self.max_tokens
+
 
 def parse_completion(body: Mapping[str, Any]) -> CompletionRequest:
     """Raises ApiError 400 naming the first field that is unsupported, broken or contradicts another."""

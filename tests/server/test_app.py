@@ -34,6 +34,7 @@ async def test_models_lists_the_one_model(still_context: ContextFactory) -> None
         "root": "tiny",
         "parent": None,
         "max_model_len": 64,
+        "margin_bound": 0.0,
     }
     assert listed == {"object": "list", "data": [model]}
 

@@ -140,13 +140,13 @@ async def test_echo_with_a_stop_string_in_the_prompt() -> None:
 async def test_much_text_is_tokenised_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire(fake("x", info=tiny_info(max_model_len=20_000)))
     threads: list[int] = []
-    encode = wire.context.tokenizer.encode_with_offsets
+    encode = wire.context.tokenizer.encode
 
-    def recording(text: str) -> tuple[list[int], list[int]]:
+    def recording(text: str, add_special_tokens: bool = False) -> list[int]:
         threads.append(threading.get_ident())
-        return encode(text)
+        return encode(text, add_special_tokens)
 
-    monkeypatch.setattr(wire.context.tokenizer, "encode_with_offsets", recording)
+    monkeypatch.setattr(wire.context.tokenizer, "encode", recording)
     await wire.ask(COMPLETIONS, prompt="short")
     await wire.ask(COMPLETIONS, prompt="x" * 5000)
     here = threading.get_ident()

@@ -191,7 +191,6 @@ def test_step() -> None:
     stats = StepStats(
         running=3,
         waiting=2,
-        waiting_tokens=40,
         kv_usage=0.5,
         rows=20,
         preemptions=1,
@@ -203,7 +202,7 @@ def test_step() -> None:
         speedup_estimate=1.5,
     )
     metrics.step(stats)
-    metrics.step(StepStats(running=0, waiting=0, waiting_tokens=0, kv_usage=0.0, preemptions=1))
+    metrics.step(StepStats(running=0, waiting=0, kv_usage=0.0, preemptions=1))
     assert value(metrics, "requests_running") == 0
     assert value(metrics, "preemptions_total") == 2
     assert value(metrics, "prefix_cache_queries_total") == 32
@@ -243,7 +242,7 @@ def test_vllm_names_carry_the_same_values() -> None:
     metrics = new_metrics(vllm_aliases=True)
     metrics.tokens((token(1, "suffix"), token()), {"suffix": (1,)}, is_decode_step=True, interval=0.1)
     metrics.finished("stop", RequestTimes(1.0, 2.0, 3.0, 4.0), 5, 2)
-    metrics.step(StepStats(running=3, waiting=2, waiting_tokens=0, kv_usage=0.5, rows=4))
+    metrics.step(StepStats(running=3, waiting=2, kv_usage=0.5, rows=4))
     found = samples(metrics)
     ours = {key: at for key, at in found.items() if key[0].startswith("headlong_")}
     theirs = {key: at for key, at in found.items() if key[0].startswith("vllm:")}
