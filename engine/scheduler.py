@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from engine.kv_cache import BlockPool
 from engine.request import Request
-from engine.spec_decode.controller import Controller, DraftChoice
+from engine.spec_decode.controller import Controller, DraftChoice, DraftRoom
 from engine.spec_decode.tree import DraftTree
 
 
@@ -93,9 +93,10 @@ class Scheduler:
         plan.num_decoding = len(decoding)
         catching_up = sum(request.num_uncomputed_tokens for request in self.running if not request.is_decoding)
         budget = self.limits.max_num_batched_tokens
-        other_rows = min(budget - min(budget, len(decoding)), catching_up + self.waiting_tokens)
+        room = max(0, budget - len(self.running))
+        other_rows = min(room, catching_up + self.waiting_tokens)
         limits = {request.request_id: self._draft_limits(request) for request in decoding}
-        return self.controller.choose(decoding, limits, other_rows)
+        return self.controller.choose(decoding, limits, DraftRoom(other_rows, room))
 
     def _draft_limits(self, request: Request) -> tuple[int, int]:
         """(nodes, depth) allowed: a draft of depth d emits up to d + 1 tokens, and none may lie past a limit."""
@@ -113,9 +114,11 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             request = self.running[index]
-            count = min(request.num_uncomputed_tokens, budget)
+            # A row stays for each request behind this one: nobody's tokens wait for another's prompt or draft.
+            free = max(1, budget - (len(self.running) - index - 1))
+            count = min(request.num_uncomputed_tokens, free)
             choice = choices.get(request.request_id)
-            tree = choice.tree if choice is not None and len(choice.tree) <= budget - count else DraftTree()
+            tree = choice.tree if choice is not None and len(choice.tree) <= free - count else DraftTree()
             tree = self._fit_draft(request, count, tree)
             if not self._reserve_running(request, count + len(tree), plan):
                 break

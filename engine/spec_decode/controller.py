@@ -27,6 +27,14 @@ class DraftChoice:
     reason: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """other_rows: prompt rows expected to share the forward pass. nodes: drafted rows that fit in it at most."""
+
+    other_rows: int
+    nodes: int
+
+
 class StepCosts:
     """T(rows): seconds of a forward pass by its rows, interpolated between measured counts and extrapolated beyond."""
 
@@ -77,11 +85,11 @@ class Controller:
         self.enabled = enabled
 
     def choose(
-        self, decoding: Sequence[Request], limits: Mapping[str, tuple[int, int]], other_rows: int
+        self, decoding: Sequence[Request], limits: Mapping[str, tuple[int, int]], room: DraftRoom
     ) -> dict[str, DraftChoice]:
         """A choice for every decoding request.
 
-        limits: (nodes, depth) each may use. other_rows: prompt rows that share the forward pass.
+        limits: (nodes, depth) each may use.
         """
         proposals: dict[str, DraftTree] = {}
         choices: dict[str, DraftChoice] = {}
@@ -92,7 +100,7 @@ class Controller:
                 choices[request.request_id] = DraftChoice(DraftTree(), reason)
             else:
                 proposals[request.request_id] = request.proposal.pruned(nodes, depth)
-        sizes = self._best_sizes(proposals, len(decoding), other_rows)
+        sizes = self._best_sizes(proposals, len(decoding), room)
         for request_id, proposal in proposals.items():
             size = sizes.get(request_id, 0)
             tree = proposal if size == len(proposal) else proposal.pruned(size, proposal.max_depth)
@@ -108,17 +116,17 @@ class Controller:
             return "limit"
         return "" if len(request.proposal) else "no_draft"
 
-    def _best_sizes(self, proposals: Mapping[str, DraftTree], num_decoding: int, other_rows: int) -> dict[str, int]:
+    def _best_sizes(self, proposals: Mapping[str, DraftTree], num_decoding: int, room: DraftRoom) -> dict[str, int]:
         if self.costs is None:
             return {request_id: len(tree) for request_id, tree in proposals.items()}
         nodes = sorted(
             ((survival, request_id) for request_id, tree in proposals.items() for survival in tree.survival),
             key=lambda node: -node[0],
         )
-        plain_rows = num_decoding + other_rows
+        plain_rows = num_decoding + room.other_rows
         plain_rate = num_decoding / self.costs(plain_rows) if num_decoding else 0.0
         best_rate, best_count, expected = plain_rate * MIN_GAIN, 0, float(num_decoding)
-        for count, (survival, _) in enumerate(nodes, start=1):
+        for count, (survival, _) in enumerate(nodes[: room.nodes], start=1):
             expected += survival
             rate = expected / self.costs(plain_rows + count)
             if rate > best_rate:

@@ -10,7 +10,7 @@ import pytest
 
 from engine.request import Request
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
-from engine.spec_decode.controller import MIN_GAIN, Controller, StepCosts
+from engine.spec_decode.controller import MIN_GAIN, Controller, DraftRoom, StepCosts
 from engine.spec_decode.tree import DraftTree
 
 CURVE = {1: 10.0, 2: 10.5, 4: 12.0, 8: 20.0, 16: 21.0, 32: 40.0}
@@ -52,22 +52,25 @@ def test_the_choice_is_the_best_of_all_sizes(seed: int) -> None:
         decoding(f"r{i}", sorted((draw.random() ** 2 for _ in range(draw.randint(0, 8))), reverse=True))
         for i in range(draw.randint(1, 3))
     ]
-    other_rows, costs = draw.choice([0, 0, 5]), StepCosts(CURVE)
-    choices = Controller(costs).choose(requests, limits(requests), other_rows)
+    other_rows, costs, room = draw.choice([0, 0, 5]), StepCosts(CURVE), draw.choice([99, 4])
+    choices = Controller(costs).choose(requests, limits(requests), DraftRoom(other_rows, room))
 
     def rate(sizes: Sequence[int]) -> float:
         expected = len(requests) + sum(sum(r.proposal.survival[:n]) for r, n in zip(requests, sizes, strict=True))
         return expected / costs(len(requests) + other_rows + sum(sizes))
 
-    best = max(rate(sizes) for sizes in itertools.product(*(range(len(r.proposal) + 1) for r in requests)))
-    chosen = rate([len(choices[r.request_id].tree) for r in requests])
+    sizes = itertools.product(*(range(len(r.proposal) + 1) for r in requests))
+    best = max(rate(each) for each in sizes if sum(each) <= room)
+    taken = [len(choices[r.request_id].tree) for r in requests]
+    chosen = rate(taken)
+    assert sum(taken) <= room
     assert chosen >= best / MIN_GAIN
     assert chosen >= rate([0] * len(requests))
 
 
 def test_a_hopeless_draft_is_not_verified() -> None:
     request = decoding("r", [0.01] * 4)
-    choice = Controller(StepCosts(CURVE)).choose([request], limits([request]), 0)["r"]
+    choice = Controller(StepCosts(CURVE)).choose([request], limits([request]), DraftRoom(0, 99))["r"]
     assert (len(choice.tree), choice.reason) == (0, "low_acceptance")
 
 
@@ -85,5 +88,5 @@ def test_a_plain_step_says_why(
     survivals: list[float], speculation: SpeculationParams | None, nodes: int, enabled: bool, reason: str
 ) -> None:
     request = decoding("r", survivals, speculation)
-    choice = Controller(StepCosts(CURVE), enabled=enabled).choose([request], {"r": (nodes, 16)}, 0)["r"]
+    choice = Controller(StepCosts(CURVE), enabled=enabled).choose([request], {"r": (nodes, 16)}, DraftRoom(0, 99))["r"]
     assert (len(choice.tree), choice.reason) == (0, reason)

@@ -294,6 +294,24 @@ def test_prompt_logprobs_are_whole_and_right_in_chunks_and_behind_a_cached_prefi
         assert len(entry.top) == 2
 
 
+@pytest.mark.parametrize("budget", [6, 9, 40])
+def test_no_running_request_waits_for_the_drafts_or_the_prompt_of_another(budget: int) -> None:
+    requests = [request(f"r{i}", [*PROMPT, i], dataclasses.replace(GREEDY, max_tokens=30)) for i in range(5)]
+    plain = run(tiny_core("llama"), requests)
+    truth = {name: answer.ids for name, answer in plain.items()}
+    core = tiny_core("llama", [OracleDrafter(truth, seed=4, skill=1.0)], Sizes(max_num_batched_tokens=budget))
+    answers: dict[str, Answer] = {}
+    for one in requests:
+        core.add(one)
+    core.add(request("long", [3] * 60, GREEDY))
+    while core.has_work:
+        decoding = {one.request_id for one in core.scheduler.running if one.is_decoding}
+        outputs = core.step().outputs
+        collect(answers, outputs)
+        assert decoding <= {output.request_id for output in outputs}
+    assert {name: answers[name].ids for name in truth} == truth
+
+
 def test_a_shared_beginning_is_computed_once() -> None:
     core = tiny_core("llama")
     prompt = list(range(1, 20))
