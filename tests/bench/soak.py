@@ -2,7 +2,9 @@
 
 usage: python tests/bench/soak.py [--seconds 300] [--clients 16] [--seed 0] [--set KEY=VALUE ...]
 
-Starts a server of its own. Prints one JSON line every 10 seconds and a verdict; exits 1 if anything was left behind.
+Starts a server of its own, with a KV cache of 256 MiB unless --set says otherwise: its pages become resident as they
+are first used, so a large one would look like growth for minutes, and a small one brings preemption and eviction.
+Prints one JSON line every 10 seconds and a verdict; exits 1 if anything was left behind.
 """
 
 from __future__ import annotations
@@ -112,7 +114,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     chosen = parser.parse_args()
-    settings = [part for item in chosen.set for part in ("--set", item)]
+    settings = [part for item in ("engine.kv_cache_memory=256MiB", *chosen.set) for part in ("--set", item)]
     with running_server(*settings) as server:
         return 1 if asyncio.run(soak(server, chosen.seconds, chosen.clients, chosen.seed)) else 0
 
