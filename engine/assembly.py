@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from engine.attention.cache import LayerShape, PagedKV
-from engine.attention.check import check_against_eager, layer_shapes, vocab_size
+from engine.attention.check import CHECK_TOKENS, check_against_eager, layer_shapes, vocab_size
 from engine.batch import BatchBuilder
 from engine.commit import Committer
 from engine.config import EngineSettings, SpeculationConfig
@@ -18,6 +19,7 @@ from engine.core import EngineCore
 from engine.errors import ModelLoadError
 from engine.kv_cache import BlockPool
 from engine.loading import LoadedModel
+from engine.loading.checks import first_line
 from engine.loading.memory import available_bytes
 from engine.model_runner import TransformersRunner
 from engine.scheduler import Scheduler, SchedulerLimits
@@ -31,8 +33,8 @@ from engine.step_bench import StepBench
 log = logging.getLogger("headlong.engine")
 
 _CPU_POOL = 2 << 30
-# A CPU is saturated by few rows, so more of them in a step only make the others wait.
 _MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the last stretch did
+# A CPU is saturated by few rows, so more of them in a step only make the others wait.
 _STEP_ROWS = {"cpu": 128, "cuda": 4096}
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
 # Near-ties below these margins (in temperature-scaled logits) may flip when a row is computed among more rows.
@@ -70,7 +72,8 @@ def assemble(
     _refuse_what_is_not_there(settings)
     device = next(loaded.model.parameters()).device
     dtype = next(loaded.model.parameters()).dtype
-    shapes = layer_shapes(loaded.model)
+    with _refusing(loaded):
+        shapes = layer_shapes(loaded.model)
     limits, num_blocks = _sizes(loaded, settings, shapes, dtype, device)
     block_size = settings.engine.block_size
     if drafters is None:
@@ -84,17 +87,31 @@ def assemble(
     )
     builder = BatchBuilder(cache, block_size, device)
     bench = StepBench(runner, builder, block_size, num_blocks)
-    _check(loaded, bench, runner)
+    with _refusing(loaded):
+        _check(loaded, bench, runner)
     costs = None
     if settings.speculation.enabled:
         progress("Measuring step times")
-        costs = StepCosts.measured(bench.time_step, max(1 + limits.max_draft_tokens, _MEASURED_ROWS))
+        rows = min(max(1 + limits.max_draft_tokens, _MEASURED_ROWS), num_blocks * block_size)
+        costs = StepCosts.measured(bench.time_step, rows)
         log.info("step times in ms: %s", {rows: round(1e3 * t, 1) for rows, t in costs.as_dict().items()})
     pool = BlockPool(num_blocks, block_size, prefix_caching=settings.engine.prefix_caching)
     scheduler = Scheduler(pool, limits, Controller(costs, enabled=settings.speculation.enabled))
     committer = Committer(scheduler, runner, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
     core = EngineCore(scheduler, runner, builder, drafting, committer)
     return Assembly(core, limits, num_blocks)
+
+
+@contextmanager
+def _refusing(loaded: LoadedModel) -> Iterator[None]:
+    """An architecture that fails in a way of its own is refused in one sentence, like the ones we know."""
+    try:
+        yield
+    except ModelLoadError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelLoadError(f"{loaded.architecture} cannot be served: its forward pass failed ({reason})") from error
 
 
 def _refuse_what_is_not_there(settings: EngineSettings) -> None:
@@ -137,7 +154,7 @@ def _sizes(
             f"a KV cache of {budget >> 20} MiB holds {fits} tokens, fewer than engine.max_model_len "
             f"{config.max_model_len}; raise engine.kv_cache_memory or lower engine.max_model_len"
         )
-    if fits < config.block_size:
+    if fits < config.block_size or num_blocks * config.block_size <= CHECK_TOKENS:
         raise ModelLoadError(
             f"too little memory for a KV cache: {budget >> 20} MiB hold {num_blocks} blocks of {block_bytes >> 10} KiB"
         )

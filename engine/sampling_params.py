@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 MASK64 = (1 << 64) - 1
+# Below it logits / T overflows what fp32 can hold apart, and the sample is the maximum anyway.
+GREEDY_TEMPERATURE = 1e-5
 
 
 def splitmix64(seed: int, index: int) -> int:

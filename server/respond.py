@@ -19,11 +19,11 @@ from server.context import ServerContext
 from server.errors import ApiError, as_api_error, rejection_reason
 from server.generation import Generation
 from server.prepare import PreparedRequest
+from server.request_log import CLIENT_GONE
 from server.stream import AnswerStream, frames
 
 Prepare = Callable[[ServerContext, Mapping[str, Any]], Awaitable[PreparedRequest]]
 NewAnswer = Callable[[ServerContext, Generation], Answer]
-CLIENT_CLOSED = 499  # never seen by a client: it has gone
 
 
 async def respond(request: Request, prepare: Prepare, new_answer: NewAnswer) -> Response:
@@ -42,7 +42,7 @@ async def respond(request: Request, prepare: Prepare, new_answer: NewAnswer) -> 
         deltas = await _collect(request, generation)
         if deltas is None:
             generation.close()
-            return Response(status_code=CLIENT_CLOSED)
+            return Response(status_code=CLIENT_GONE)
         return WholeAnswer(orjson.dumps(answer.body(deltas)), generation, headers)
     except BaseException:
         generation.close()

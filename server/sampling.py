@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.outputs import ModelInfo
-from engine.sampling_params import SamplingParams, SpeculationParams
+from engine.sampling_params import GREEDY_TEMPERATURE, SamplingParams, SpeculationParams
 from server.errors import invalid
 from server.protocol.base import GenerationRequest, SpeculationOptions
 from server.tokenizer import Tokenizer
@@ -14,7 +14,6 @@ from server.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from server.config import LimitsSection
 
-GREEDY_BELOW = 1e-5  # temperatures under it would overflow the division; they are greedy in effect
 # No smaller nucleus exists: the likeliest token of a vocabulary under a million always has more mass than this.
 SMALLEST_TOP_P = 1e-6
 
@@ -46,7 +45,7 @@ def sampling_params(wire: GenerationRequest, tokenizer: Tokenizer, info: ModelIn
     check_token_ids(wire.stop_token_ids, info.vocab_size, "stop_token_ids")
     check_token_ids(list(wire.logit_bias), info.vocab_size, "logit_bias")
     return SamplingParams(
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
+        temperature=0.0 if temperature < GREEDY_TEMPERATURE else temperature,
         top_k=max(0, int(chosen("top_k", 0))),
         top_p=max(SMALLEST_TOP_P, chosen("top_p", 1.0)),
         min_p=chosen("min_p", 0.0),

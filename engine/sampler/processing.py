@@ -15,10 +15,7 @@ import torch
 
 from engine.errors import RequestFailedError
 from engine.sampler.filters import active_filters
-from engine.sampling_params import SamplingParams
-
-# Below it logits / T overflows what fp32 can hold apart, and the sample is the maximum anyway.
-GREEDY_TEMPERATURE = 1e-5
+from engine.sampling_params import GREEDY_TEMPERATURE, SamplingParams
 
 
 def is_greedy(sampling: SamplingParams) -> bool:
