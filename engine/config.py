@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from heads.settings import AnswerSettings, TrainSettings
+
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -55,14 +57,27 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationConfig:
-    """Which drafters run and how their drafts are verified. ``max_draft_tokens`` counts tree nodes beside the root."""
+    """Which drafters run and how their drafts are verified.
+
+    drafters: in order of precedence; None is suffix, then the method of the heads if there are any. heads: a folder;
+    None is the heads that come with headlong for this model, if there are any. max_draft_tokens: tree nodes beside the
+    root. coupling: drafters with probabilities draft with the verification's noise.
+    """
 
     enabled: bool = True
-    drafters: tuple[str, ...] = ("suffix",)
+    drafters: tuple[str, ...] | None = None
     heads: str | None = None
     max_draft_tokens: int = 16
     coupling: bool = True
     verifier: VerifierName = "match"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    """How heads are trained: the answers they learn from, and the run over them."""
+
+    answers: AnswerSettings = field(default_factory=AnswerSettings)
+    training: TrainSettings = field(default_factory=TrainSettings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,3 +38,7 @@ class EngineDeadError(EngineError):
 
 class RequestFailedError(EngineError):
     """One request failed inside the engine (non-finite logits, a fault in its own processing); others go on."""
+
+
+class HeadTrainingError(EngineError):
+    """Heads cannot be trained with these settings, prompts or files."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -19,7 +19,8 @@ from server.config_errors import ConfigError, explain, suggestion
 _MODEL = ModelConfig()
 _ENGINE = EngineConfig()
 _SPECULATION = SpeculationConfig()
-_AVAILABLE_DRAFTERS = ("suffix",)
+_AVAILABLE_DRAFTERS = ("suffix", "medusa")
+Settings = TypeVar("Settings", bound=BaseModel)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(unit for unit in _UNITS if unit)}|)")
@@ -92,7 +93,7 @@ class SpeculationSection(Section):
     """``speculation``: which drafters run and how drafts are verified (``engine.config.SpeculationConfig``)."""
 
     enabled: bool = _SPECULATION.enabled
-    drafters: Texts = _SPECULATION.drafters
+    drafters: Texts | None = _SPECULATION.drafters
     heads: str | None = _SPECULATION.heads
     max_draft_tokens: Annotated[int, Field(ge=1, le=256)] = _SPECULATION.max_draft_tokens
     coupling: bool = _SPECULATION.coupling
@@ -100,25 +101,18 @@ class SpeculationSection(Section):
 
     @field_validator("drafters")
     @classmethod
-    def _known_drafters(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
+    def _known_drafters(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for name in value or ():
             if name not in _AVAILABLE_DRAFTERS:
                 raise ValueError(f"{name!r} is not available yet; allowed: {', '.join(_AVAILABLE_DRAFTERS)}")
-        if len(set(value)) != len(value):
+        if value is not None and len(set(value)) != len(value):
             raise ValueError("a drafter is named twice")
-        return value
-
-    @field_validator("heads")
-    @classmethod
-    def _no_heads_yet(cls, value: str | None) -> str | None:
-        if value is not None:
-            raise ValueError("draft heads are not available yet; leave it out (null)")
         return value
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.enabled and not self.drafters:
-            raise ValueError("drafters is empty: name one, or set enabled: false")
+        if self.enabled and self.drafters == ():
+            raise ValueError("drafters is empty: name one, leave it out (null), or set enabled: false")
         if self.verifier == "rejection" and self.coupling:
             raise ValueError("verifier: rejection draws its own noise and cannot be coupled; set coupling: false")
         return self
@@ -196,27 +190,37 @@ class Config(Section):
 def load_config(
     file: Path | None = None, overrides: Sequence[str] = (), flags: Mapping[str, object] | None = None
 ) -> Config:
-    """The configuration of ``file``, over it the ``KEY=VALUE`` overrides, over these the command line's own flags.
+    """A server's configuration; ``load_settings`` tells how it is read."""
+    return load_settings(Config, file, overrides, flags)
+
+
+def load_settings(
+    schema: type[Settings],
+    file: Path | None = None,
+    overrides: Sequence[str] = (),
+    flags: Mapping[str, object] | None = None,
+) -> Settings:
+    """The settings of ``file``, over it the ``KEY=VALUE`` overrides, over these the command line's own flags.
 
     overrides: dotted keys, values in YAML. flags: dotted key to value as it is; None is "not given".
     Raises ConfigError: one line that names the key, the value and what is allowed.
     """
-    tree = {} if file is None else _read(file)
+    tree = {} if file is None else _read(file, schema)
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set {override!r} is not KEY=VALUE, e.g. --set engine.max_num_seqs=8")
-        _place(tree, key.strip(), _parse(text, f"--set {key}"))
+        _place(tree, key.strip(), _parse(text, f"--set {key}"), schema)
     for key, value in (flags or {}).items():
         if value is not None:
-            _place(tree, key, value)
+            _place(tree, key, value, schema)
     try:
-        return Config.model_validate(tree)
+        return schema.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(explain(error, Config)) from None
+        raise ConfigError(explain(error, schema)) from None
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path, schema: type[BaseModel]) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -226,9 +230,9 @@ def _read(file: Path) -> dict[str, Any]:
     if tree is None:
         return {}
     if not isinstance(tree, dict):
-        raise ConfigError(f"{file}: a configuration is a mapping with the keys {', '.join(Config.model_fields)}")
+        raise ConfigError(f"{file}: a configuration is a mapping with the keys {', '.join(schema.model_fields)}")
     # A section whose every line is commented out reads as null: it is empty, not wrong.
-    return {key: value for key, value in tree.items() if value is not None or key not in Config.model_fields}
+    return {key: value for key, value in tree.items() if value is not None or key not in schema.model_fields}
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -253,10 +257,10 @@ def _parse(text: str, source: str) -> Any:
         raise ConfigError(f"{source}: not valid YAML: {' '.join(str(error).split())}") from None
 
 
-def _place(tree: dict[str, Any], dotted: str, value: object) -> None:
+def _place(tree: dict[str, Any], dotted: str, value: object, schema: type[BaseModel]) -> None:
     *sections, name = dotted.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
-            raise ConfigError(f"{dotted}: {section} is not a section{suggestion(dotted, Config)}")
+            raise ConfigError(f"{dotted}: {section} is not a section{suggestion(dotted, schema)}")
     tree[name] = value

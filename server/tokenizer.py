@@ -119,6 +119,21 @@ class Tokenizer:
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
+    def ids_always_drafted(self) -> list[int]:
+        """Special tokens, single ASCII characters, digits and whitespace: what a reduced draft vocabulary must hold,
+        however rare they were in the text it was made from."""
+        ids = sorted(self.special_ids)
+        for token_id in range(self._backend.get_vocab_size(with_added_tokens=False)):
+            raw = self.token_bytes(token_id)
+            text = raw.decode("ascii", errors="ignore")
+            if len(text) == len(raw) and (len(text) == 1 or not text.strip() or text.strip().isdigit()):
+                ids.append(token_id)
+        return list(dict.fromkeys(ids))
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
     def mentions(self, word: str) -> bool:
         """Whether the chat template speaks of ``word``."""
         return self._template is not None and word in self._template

@@ -23,6 +23,19 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.temperature < GREEDY_TEMPERATURE
 
 
+def needs_processing(sampling: SamplingParams) -> bool:
+    """Whether a target row is more than its logits divided by the temperature."""
+    return bool(
+        sampling.logit_bias
+        or sampling.repetition_penalty != 1.0
+        or sampling.presence_penalty != 0.0
+        or sampling.frequency_penalty != 0.0
+        or sampling.min_tokens
+        or sampling.bad_words
+        or (not is_greedy(sampling) and active_filters(sampling))
+    )
+
+
 @dataclass(slots=True)
 class RowContext:
     """What one request's rows depend on beside their logits; built anew each step, since ``token_ids`` grows.

@@ -2,31 +2,58 @@
 
 from __future__ import annotations
 
-# Upper edges of the match lengths that share a rate, and what is assumed of each before anything was seen.
-_EDGES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-_ASSUMED = (0.12, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85, 0.9)
-_DECAY = 0.97
-_PRIOR_WEIGHT = 6.0
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Buckets:
+    """How a table is cut: ``edges`` are upper edges, ascending, and the last one bounds every value.
+
+    assumed: the rate of each bucket before anything was seen. prior_weight: how many observations that is worth.
+    decay: what is left of the evidence in a bucket after each new observation there.
+    """
+
+    edges: tuple[float, ...]
+    assumed: tuple[float, ...]
+    prior_weight: float
+    decay: float
 
 
 class AcceptanceTable:
-    """Acceptance rate by match length. With ``prior``, unseen evidence is borrowed from that table."""
+    """Acceptance rate by a value such as a match length or a confidence. With ``prior``, unseen evidence is borrowed
+    from that table."""
 
-    def __init__(self, max_match: int, prior: AcceptanceTable | None = None) -> None:
-        self._buckets = [next(i for i, edge in enumerate(_EDGES) if match <= edge) for match in range(1, max_match + 1)]
-        self._tried = [0.0] * len(_EDGES)
-        self._right = [0.0] * len(_EDGES)
+    def __init__(self, buckets: Buckets, prior: AcceptanceTable | None = None) -> None:
+        self._buckets = buckets
+        self._tried = [0.0] * len(buckets.edges)
+        self._right = [0.0] * len(buckets.edges)
         self._prior = prior
 
-    def rate(self, match: int) -> float:
-        """Estimated probability that what followed a match of this length follows again."""
-        return self._bucket_rate(self._buckets[match - 1])
+    def child(self) -> AcceptanceTable:
+        """An empty table that borrows what it lacks from this one."""
+        return AcceptanceTable(self._buckets, self)
+
+    def rate(self, value: float) -> float:
+        """Estimated probability that a draft of this value is right."""
+        return self._bucket_rate(self._bucket(value))
+
+    def rates(self, values: Sequence[float]) -> list[float]:
+        return [self._bucket_rate(self._bucket(value)) for value in values]
+
+    def record(self, value: float, right: bool) -> None:
+        """Counts one observation, here and in the table this one borrows from."""
+        if self._prior is not None:
+            self._prior.record(value, right)
+        bucket, decay = self._bucket(value), self._buckets.decay
+        self._tried[bucket] = self._tried[bucket] * decay + 1.0
+        self._right[bucket] = self._right[bucket] * decay + float(right)
+
+    def _bucket(self, value: float) -> int:
+        return min(bisect.bisect_left(self._buckets.edges, value), len(self._buckets.edges) - 1)
 
     def _bucket_rate(self, bucket: int) -> float:
-        assumed = _ASSUMED[bucket] if self._prior is None else self._prior._bucket_rate(bucket)
-        return (_PRIOR_WEIGHT * assumed + self._right[bucket]) / (_PRIOR_WEIGHT + self._tried[bucket])
-
-    def record(self, match: int, right: bool) -> None:
-        bucket = self._buckets[match - 1]
-        self._tried[bucket] = self._tried[bucket] * _DECAY + 1.0
-        self._right[bucket] = self._right[bucket] * _DECAY + float(right)
+        weight = self._buckets.prior_weight
+        assumed = self._buckets.assumed[bucket] if self._prior is None else self._prior._bucket_rate(bucket)
+        return (weight * assumed + self._right[bucket]) / (weight + self._tried[bucket])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.spec_decode.acceptance import AcceptanceTable
+from engine.spec_decode.acceptance import AcceptanceTable, Buckets
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
 from engine.spec_decode.tree import ROOT, DraftTree
 
@@ -18,6 +18,13 @@ MAX_GRAM = 3
 MAX_MATCH = 32  # longer matches say no more about what follows
 MAX_SOURCES = 16  # earlier occurrences looked at, the latest first
 MIN_SURVIVAL = 0.02
+# Match lengths that share a rate, and what is assumed of each before anything was seen.
+_BUCKETS = Buckets(
+    edges=(1, 2, 3, 4, 6, 8, 12, 16, 24, MAX_MATCH),
+    assumed=(0.12, 0.25, 0.35, 0.45, 0.55, 0.65, 0.75, 0.8, 0.85, 0.9),
+    prior_weight=6.0,
+    decay=0.97,
+)
 
 
 @dataclass(slots=True)
@@ -124,7 +131,7 @@ class SuffixDrafter:
 
     def __init__(self) -> None:
         self._requests: dict[str, _RequestState] = {}
-        self._acceptance = AcceptanceTable(MAX_MATCH)
+        self._acceptance = AcceptanceTable(_BUCKETS)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         return [self._propose(context) for context in contexts]
@@ -138,7 +145,7 @@ class SuffixDrafter:
     def _propose(self, context: DraftContext) -> DraftTree:
         state = self._requests.get(context.request_id)
         if state is None:
-            state = _RequestState(acceptance=AcceptanceTable(MAX_MATCH, prior=self._acceptance))
+            state = _RequestState(self._acceptance.child())
             self._requests[context.request_id] = state
         state.index.extend(context.token_ids)
         state.origins = {}
@@ -165,6 +172,5 @@ class SuffixDrafter:
             hit = path in state.origins
             match = max(asked)
             state.acceptance.record(match, hit)
-            self._acceptance.record(match, hit)
             if not hit:
                 break

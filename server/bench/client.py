@@ -1,39 +1,76 @@
-"""One measured chat request over HTTP: what a streaming client sees, and when."""
+"""A client of one running server: what it says of itself, and one measured, streamed chat answer."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import orjson
 
+_TIMEOUT = httpx.Timeout(600.0)
+_MAX_ERROR_CHARACTERS = 300
+
 
 class ServerFault(Exception):
-    """The server answered with an error, or the stream broke off."""
+    """The server answered with an error or with something unforeseen, or the stream broke off; one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """What the server says of itself. model: its object in ``/v1/models``."""
+
+    url: str
+    version: str
+    model: dict[str, Any]
+
+    @property
+    def margin_bound(self) -> float | None:
+        """Below it a token's margin marks a near-tie; None if the server does not know the term."""
+        return self.model.get("margin_bound")
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The loaded drafters; none where speculation is off."""
+        return tuple(self.model.get("methods") or ())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"url": self.url, "version": self.version, "model": self.model}
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """What is held equal between the two sides."""
+    """What is asked for, held equal between the two sides.
+
+    method: the drafters of the side with speculation, "auto" for all. margins, detail: report them with each token.
+    """
 
     max_tokens: int
     temperature: float
     seed: int
+    method: str = "auto"
     margins: bool = False
+    detail: bool = False
 
 
 @dataclass(slots=True)
 class Measured:
-    """Times in seconds since the request was sent. completion_tokens comes from the server's usage."""
+    """One answer. Times in seconds since the request was sent; completion_tokens comes from the server's usage.
+
+    acceptance: the server's figures (``server.acceptance``). accepted: drafted tokens that were kept, by (method,
+    depth); depth 1 is the first drafted token of a step.
+    """
 
     first_token: float = 0.0
     total: float = 0.0
     completion_tokens: int = 0
     prompt_tokens: int = 0
+    text: str = ""
     token_ids: list[int] = field(default_factory=list)
-    margins: list[float] = field(default_factory=list)
+    margins: list[float | None] = field(default_factory=list)
+    accepted: Counter[tuple[str, int]] = field(default_factory=Counter)
     acceptance: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
 
@@ -43,45 +80,112 @@ class Measured:
         seconds = self.total - self.first_token
         return (self.completion_tokens - 1) / seconds if seconds > 0 and self.completion_tokens > 1 else 0.0
 
+    def take(self, chunk: dict[str, Any], now: float) -> None:
+        """Adds one chunk of the stream. Raises ServerFault if it carries an error."""
+        if "error" in chunk:
+            raise ServerFault(f"the stream ended with an error: {_message(chunk)}")
+        for choice in chunk.get("choices", ()):
+            self._take_choice(choice, now)
+        if usage := chunk.get("usage"):
+            self.completion_tokens = usage["completion_tokens"]
+            self.prompt_tokens = usage["prompt_tokens"]
+        if metrics := chunk.get("metrics"):
+            self.acceptance = metrics.get("speculative_decoding") or {}
+
+    def _take_choice(self, choice: dict[str, Any], now: float) -> None:
+        ids = choice.get("token_ids") or []
+        if ids and not self.token_ids:
+            self.first_token = now
+        self.text += choice.get("delta", {}).get("content") or ""
+        self.token_ids += ids
+        self.margins += choice.get("margins") or []
+        self.accepted.update(
+            (token["method"], token["depth"]) for token in choice.get("accepted_by") or () if token["depth"]
+        )
+        self.finish_reason = choice.get("finish_reason") or self.finish_reason
+
+    def check_complete(self) -> None:
+        """Raises ServerFault if anything of the answer is missing."""
+        if self.finish_reason is None:
+            raise ServerFault("the stream ended without a finish reason")
+        if len(self.token_ids) != self.completion_tokens:
+            raise ServerFault(f"{len(self.token_ids)} token ids arrived, but usage counts {self.completion_tokens}")
+
+
+def connect(url: str, api_key: str | None = None) -> httpx.AsyncClient:
+    """A client of the server at ``url``, with or without ``/v1`` at its end."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    return httpx.AsyncClient(base_url=url.rstrip("/").removesuffix("/v1"), timeout=_TIMEOUT, headers=headers)
+
+
+async def server_info(client: httpx.AsyncClient) -> ServerInfo:
+    """Asks the server what it is. Raises ServerFault or httpx.HTTPError."""
+    version = await _get(client, "/version")
+    models = await _get(client, "/v1/models")
+    try:
+        return ServerInfo(str(client.base_url).rstrip("/"), str(version["version"]), dict(models["data"][0]))
+    except (KeyError, IndexError, TypeError, ValueError):
+        raise ServerFault("the server lists no model, or not as a headlong server does") from None
+
+
+async def _get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    response = await client.get(path)
+    if response.status_code != 200:
+        raise _refusal(path, response.status_code, response.content)
+    return _parsed(response.content, path)
+
 
 async def measure(client: httpx.AsyncClient, prompt: str, sampling: Sampling, *, speculate: bool) -> Measured:
     """Streams one answer. Raises ServerFault or httpx.HTTPError."""
-    body = {
+    path, body = "/v1/chat/completions", _body(prompt, sampling, speculate)
+    measured, began = Measured(), time.perf_counter()
+    async with client.stream("POST", path, json=body) as response:
+        if response.status_code != 200:
+            raise _refusal(path, response.status_code, await response.aread())
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                measured.take(_parsed(line[6:], path), time.perf_counter() - began)
+    measured.total = time.perf_counter() - began
+    measured.check_complete()
+    return measured
+
+
+def _body(prompt: str, sampling: Sampling, speculate: bool) -> dict[str, Any]:
+    return {
         "messages": [{"role": "user", "content": prompt}],
         "max_completion_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "speculation": {"enabled": speculate, "stats": True},
+        "speculation": {"enabled": speculate, "method": sampling.method, "stats": True, "detail": sampling.detail},
         "return_token_ids": True,
         "return_margins": sampling.margins,
     }
-    measured, began = Measured(), time.perf_counter()
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ServerFault((await response.aread()).decode(errors="replace"))
-        async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                _take(measured, orjson.loads(line[6:]), time.perf_counter() - began)
-    measured.total = time.perf_counter() - began
-    if measured.finish_reason is None:
-        raise ServerFault("the stream ended without a finish reason")
-    return measured
 
 
-def _take(measured: Measured, chunk: dict[str, Any], now: float) -> None:
-    if "error" in chunk:
-        raise ServerFault(str(chunk["error"].get("message")))
-    for choice in chunk.get("choices", ()):
-        ids = choice.get("token_ids") or []
-        if ids and not measured.token_ids:
-            measured.first_token = now
-        measured.token_ids += ids
-        measured.margins += choice.get("margins") or []
-        measured.finish_reason = choice.get("finish_reason") or measured.finish_reason
-    if usage := chunk.get("usage"):
-        measured.completion_tokens = usage["completion_tokens"]
-        measured.prompt_tokens = usage["prompt_tokens"]
-    if metrics := chunk.get("metrics"):
-        measured.acceptance = metrics.get("speculative_decoding") or {}
+def _parsed(content: bytes | str, path: str) -> dict[str, Any]:
+    try:
+        parsed = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ServerFault(f"the server's answer to {path} is not a JSON object; is it a headlong server?")
+    return parsed
+
+
+def _refusal(path: str, status: int, content: bytes) -> ServerFault:
+    """An error answer in one line: the server's own sentence where it has OpenAI's shape."""
+    try:
+        reason = _message(_parsed(content, path))
+    except (ServerFault, KeyError):
+        reason = content.decode(errors="replace")
+    reason = " ".join(reason.split())[:_MAX_ERROR_CHARACTERS] or "no reason given"
+    if status == 401:
+        reason += " Give it with --api-key, or in HEADLONG_API_KEY."
+    return ServerFault(f"the server answers {path} with {status}: {reason}")
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body["error"]
+    return str(error.get("message") if isinstance(error, dict) else error)

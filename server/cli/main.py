@@ -8,6 +8,8 @@ import typer
 
 from server.cli.bench import bench
 from server.cli.serve import serve
+from server.cli.train import train
+from server.cli.verify import verify
 from server.version import VERSION
 
 app = typer.Typer(
@@ -18,6 +20,8 @@ app = typer.Typer(
 )
 app.command("serve")(serve)
 app.command("bench")(bench)
+app.command("verify")(verify)
+app.command("train")(train)
 
 
 def _print_version(wanted: bool) -> None:

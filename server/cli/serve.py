@@ -39,7 +39,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.  \\[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 is any free one.  \\[default: 8000]")] = None,
     heads: Annotated[
-        str | None, typer.Option(help="A folder of draft heads (not available yet).", metavar="DIR")
+        str | None, typer.Option(help="A folder of draft heads; default: those made for the model.", metavar="DIR")
     ] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. engine.max_num_seqs=8.", metavar="KEY=VALUE")

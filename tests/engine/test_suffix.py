@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.sampling_params import SamplingParams
-from engine.spec_decode.acceptance import AcceptanceTable
+from engine.spec_decode.acceptance import AcceptanceTable, Buckets
 from engine.spec_decode.drafter import DraftContext, DraftFeedback
 from engine.spec_decode.suffix import MAX_MATCH, SuffixDrafter, SuffixIndex
 from engine.spec_decode.tree import ROOT
@@ -83,8 +83,11 @@ def test_a_released_request_leaves_nothing_but_what_was_learned() -> None:
 
 
 def test_a_new_request_starts_from_what_others_taught() -> None:
-    shared = AcceptanceTable(MAX_MATCH)
+    shared = AcceptanceTable(Buckets((1, 2, 8), (0.1, 0.2, 0.3), prior_weight=6.0, decay=0.97))
+    first = shared.child()
     for _ in range(50):
-        shared.record(2, right=True)
-    assert AcceptanceTable(MAX_MATCH, prior=shared).rate(2) == pytest.approx(shared.rate(2))
+        first.record(2, right=True)
     assert shared.rate(2) > 0.8
+    assert shared.child().rate(2) == pytest.approx(shared.rate(2))
+    assert shared.rate(1) == pytest.approx(0.1)
+    assert shared.rates([1, 3, 99]) == pytest.approx([0.1, 0.3, 0.3])

@@ -22,10 +22,12 @@ from tiny_engine import (
     run,
     tiny_core,
 )
+from tiny_heads import medusa_drafter
 
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.suffix import SuffixDrafter
 
+KINDS = ["suffix", "oracle", "hostile", "merged", "medusa", "medusa_suffix", "medusa_hostile"]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "plain": SamplingParams(temperature=1.0),
@@ -87,7 +89,11 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
         assert found[name].finish_reason == reference.finish_reason, name
 
 
-def drafters_for(kind: str, truth: dict[str, Answer], seed: int) -> list[object]:
+def drafters_for(kind: str, truth: dict[str, Answer], seed: int, architecture: str = "llama") -> list[object]:
+    if kind.startswith("medusa"):
+        medusa = medusa_drafter(architecture, coupling=seed % 2 == 0, draft_vocab=None if seed % 3 else 40)
+        others = {"medusa": [], "medusa_suffix": [SuffixDrafter()], "medusa_hostile": [HostileDrafter(seed)]}
+        return [*others[kind], medusa]
     oracle = OracleDrafter({name: answer.ids for name, answer in truth.items()}, seed)
     return {
         "suffix": [SuffixDrafter()],
@@ -98,14 +104,14 @@ def drafters_for(kind: str, truth: dict[str, Answer], seed: int) -> list[object]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("kind", ["suffix", "oracle", "hostile", "merged"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_sampling_parameter_with_every_drafter(architecture: str, kind: str) -> None:
     requests = [
         request(f"{name}", [7, 3, 9, 3, 9, index], dataclasses.replace(sampling, seed=1000 + index, max_tokens=20))
         for index, (name, sampling) in enumerate(SAMPLINGS.items())
     ]
     expected = plain_answers(architecture, requests)
-    core = tiny_core(architecture, drafters_for(kind, expected, 5), Sizes(num_blocks=400))
+    core = tiny_core(architecture, drafters_for(kind, expected, 5, architecture), Sizes(num_blocks=400))
     found = run(core, requests)
     assert_same(found, expected)
     assert_all_free(core)
@@ -116,7 +122,7 @@ def test_every_sampling_parameter_with_every_drafter(architecture: str, kind: st
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("prefix_caching", [False, True])
-@pytest.mark.parametrize("kind", ["suffix", "oracle"])
+@pytest.mark.parametrize("kind", ["suffix", "oracle", "medusa_suffix"])
 def test_preempted_requests_go_on_as_if_nothing_had_happened(
     architecture: str, prefix_caching: bool, kind: str
 ) -> None:
@@ -126,7 +132,7 @@ def test_preempted_requests_go_on_as_if_nothing_had_happened(
     ]
     expected = plain_answers(architecture, requests)
     sizes = Sizes(num_blocks=29, prefix_caching=prefix_caching, max_num_batched_tokens=24)
-    core = tiny_core(architecture, drafters_for(kind, expected, 8), sizes)
+    core = tiny_core(architecture, drafters_for(kind, expected, 8, architecture), sizes)
     answers: dict[str, Answer] = {}
     preemptions = 0
     for one in requests:
@@ -183,8 +189,8 @@ def test_random_interleavings(architecture: str, data: st.DataObject) -> None:
         prefix_caching=data.draw(st.booleans(), label="prefix caching"),
         max_draft_tokens=data.draw(st.integers(0, 12), label="draft"),
     )
-    kind = data.draw(st.sampled_from(["suffix", "oracle", "hostile", "merged"]), label="drafter")
-    core = tiny_core(architecture, drafters_for(kind, expected, seed), sizes)
+    kind = data.draw(st.sampled_from(KINDS), label="drafter")
+    core = tiny_core(architecture, drafters_for(kind, expected, seed, architecture), sizes)
     draw = random.Random(seed)
     pending, aborted, answers = list(requests), set(), {}
     for _ in range(5000):

@@ -35,6 +35,8 @@ async def test_models_lists_the_one_model(still_context: ContextFactory) -> None
         "parent": None,
         "max_model_len": 64,
         "margin_bound": 0.0,
+        "methods": ["suffix"],
+        "verifier": "match",
     }
     assert listed == {"object": "list", "data": [model]}
 

@@ -18,7 +18,7 @@ from server.cli.progress import Progress
 from server.listener import ListenError, listen, url_of
 
 # What only a loaded model needs; a refused command line must not wait seconds for it.
-HEAVY = ("torch", "transformers", "heads", "server.app", "server.tokenizer", "engine.async_engine")
+HEAVY = ("torch", "transformers", "jsonschema", "heads.medusa", "server.app", "server.tokenizer", "engine.async_engine")
 
 
 def headlong(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
@@ -60,7 +60,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     [
         (("--set", "engine.block_siz=8"), ("engine.block_siz: unknown key", "engine.block_size")),
         (("--port", "70000"), ("server.port", "70000", "65535")),
-        (("--heads", "/heads"), ("speculation.heads", "not available yet")),
+        (("--set", "speculation.drafters=[eagle]"), ("speculation.drafters", "suffix, medusa")),
         (("--set", "model.quantization=int8"), ("model.quantization", "not available yet")),
         (("--config", "/absent/serve.yaml"), ("/absent/serve.yaml", "No such file")),
         (("--set", "server.api_keys_file=/absent/keys"), ("server.api_keys_file", "/absent/keys")),

@@ -1,0 +1,134 @@
+"""What needs both the engine and the heads: the answers that heads are trained on, written by the served model itself.
+
+The engine's own batched decoding is the generator; the state behind each emitted token is kept on the way, so that
+training never runs the model again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from engine.batch import Batch
+from engine.core import EngineCore
+from engine.errors import RequestFailedError
+from engine.model_runner import ForwardResult, ModelRunner
+from engine.outputs import RequestOutput
+from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
+from heads.data import Answer, Ask, first_loop
+from heads.settings import AnswerSettings
+
+_LOOP_GRAM = 8
+_LOOP_REPEATS = 3
+
+
+class StateRecorder:
+    """A ModelRunner that keeps, for each request, the final state of every row that emits a token.
+
+    It stands between an engine core that drafts nothing and its real runner, so each completing step of a request
+    emits exactly one token, chosen from the last row.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.states: dict[str, list[torch.Tensor]] = {}
+
+    def forward(self, batch: Batch) -> ForwardResult:
+        result = self._runner.forward(batch)
+        assert result.hidden is not None, "the runner was built without hidden states"
+        emitting = [span for span in batch.spans if span.item.completes]
+        if emitting:
+            rows = result.hidden.final[[span.root_row for span in emitting]].to("cpu", torch.float16)
+            for span, row in zip(emitting, rows, strict=True):
+                self.states.setdefault(span.item.request.request_id, []).append(row)
+        return result
+
+    def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self._runner.move_kv(source, target)
+
+
+@dataclass(slots=True)
+class _Writing:
+    """An answer under way, and what tells that it has begun to loop."""
+
+    ask: Ask
+    tokens: list[int] = field(default_factory=list)
+    grams: Counter[tuple[int, ...]] = field(default_factory=Counter)
+    is_done: bool = False
+
+    def take(self, output: RequestOutput) -> bool:
+        """Adds a step's tokens; True once the answer repeats itself."""
+        loops = False
+        for token in output.tokens:
+            self.tokens.append(token.token_id)
+            if len(self.tokens) >= _LOOP_GRAM:
+                gram = tuple(self.tokens[-_LOOP_GRAM:])
+                self.grams[gram] += 1
+                loops |= self.grams[gram] >= _LOOP_REPEATS
+        if output.finish_reason == "error":
+            raise RequestFailedError(output.error or "the engine failed on a training answer")
+        self.is_done = output.finish_reason is not None
+        return loops and not self.is_done
+
+
+@dataclass(slots=True)
+class AnswerGenerator:
+    """Writes answers with an idle engine core; ``heads.data.Generate``.
+
+    max_tokens: of an answer. on_tokens: told of every step's new tokens, for a progress bar.
+    """
+
+    core: EngineCore
+    recorder: StateRecorder
+    max_tokens: int
+    on_tokens: Callable[[int], None] = lambda _: None
+
+    def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
+        """One answer an ask, in order. An answer that repeats itself ends before its loop.
+
+        Raises RequestFailedError if the engine fails on one.
+        """
+        writing = {f"answer-{index}": _Writing(ask) for index, ask in enumerate(asks)}
+        for name, one in writing.items():
+            sampling = SamplingParams(temperature=one.ask.temperature, seed=one.ask.seed, max_tokens=self.max_tokens)
+            self.core.add(EngineRequest(name, one.ask.prompt, sampling))
+        self.recorder.states.clear()
+        while self.core.has_work:
+            outputs = self.core.step().outputs
+            for output in outputs:
+                if writing[output.request_id].take(output):
+                    self.core.abort(output.request_id)
+            self.on_tokens(sum(len(output.tokens) for output in outputs))
+        return [self._answer(name, one) for name, one in writing.items()]
+
+    def _answer(self, name: str, one: _Writing) -> Answer:
+        loop = first_loop(one.tokens, _LOOP_GRAM, _LOOP_REPEATS)
+        length = len(one.tokens) if loop is None else loop
+        return Answer(one.ask, tuple(one.tokens[:length]), torch.stack(self.recorder.states[name][:length]))
+
+
+def make_asks(prompts: Sequence[Sequence[int]], settings: AnswerSettings, seed: int) -> list[Ask]:
+    """One ask a prompt, in order: every other one greedy, the rest at the settings' temperatures in turn."""
+    asks = []
+    for index, prompt in enumerate(prompts):
+        temperature = 0.0 if index % 2 == 0 else settings.temperatures[index // 2 % len(settings.temperatures)]
+        asks.append(Ask(tuple(prompt), temperature, splitmix64(seed & MASK64, index + 1) >> 1))
+    return asks
+
+
+def answer_plan(model_digest: str, asks: Sequence[Ask], settings: AnswerSettings) -> dict[str, Any]:
+    """What a folder of answers depends on; a run with another plan must not mix with it."""
+    digest = hashlib.sha256()
+    for ask in asks:
+        digest.update(f"{ask.prompt}{ask.temperature}{ask.seed}\n".encode())
+    return {
+        "model": model_digest,
+        "asks": digest.hexdigest(),
+        "max_tokens": settings.max_tokens,
+        "shard_size": settings.shard_size,
+    }

@@ -1,0 +1,95 @@
+"""What drafters are worth on some prompts: acceptance length, measured with the engine itself while it is idle."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.core import EngineCore
+from engine.errors import RequestFailedError
+from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
+from engine.spec_decode.controller import Controller
+from heads.config import HELD_OUT, HeadsConfig
+
+log = logging.getLogger("headlong.engine")
+
+SELF_TEST_TOKENS = 16
+_NEAR_ZERO = 0.05  # accepted drafts a forward pass
+_FAR_BELOW = 0.4  # share of the drafts that were accepted after training
+_SALT = "headlong self-test"
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Output tokens and the decode forwards they took, over all requests."""
+
+    tokens: int
+    forwards: int
+
+    @property
+    def length(self) -> float:
+        """tau: output tokens a forward pass."""
+        return self.tokens / self.forwards if self.forwards else 1.0
+
+
+def measure_acceptance(
+    core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams, method: str = "auto"
+) -> Acceptance:
+    """Answers every prompt with every proposed node verified, whatever it costs; the core must be idle.
+
+    sampling: of each answer; answer i gets ``sampling.seed`` + i. Raises RequestFailedError if a request fails.
+    """
+    controller = core.scheduler.controller
+    core.scheduler.controller = Controller(None)
+    tokens = forwards = 0
+    try:
+        for index, prompt in enumerate(prompts):
+            own = dataclasses.replace(sampling, seed=sampling.seed + index)
+            speculation = SpeculationParams(method=method)
+            core.add(EngineRequest(f"{_SALT} {index}", tuple(prompt), own, speculation, cache_salt=_SALT))
+        while core.has_work:
+            for output in core.step().outputs:
+                if output.finish_reason == "error":
+                    raise RequestFailedError(output.error or "a request of the acceptance test failed")
+                tokens += len(output.tokens)
+                forwards += output.is_decode_step
+    finally:
+        core.scheduler.controller = controller
+    return Acceptance(tokens, forwards)
+
+
+def self_test(core: EngineCore, config: HeadsConfig) -> Acceptance:
+    """Drafts on a few prompts at load and warns of heads that are hardly ever right, with the likely cause.
+
+    The prompts come with the heads; heads without any are tried on made-up token ids, on which a model still writes.
+    """
+    prompts = config.self_test or _made_up_prompts(config.vocab_size)
+    sampling = SamplingParams(temperature=0.0, max_tokens=SELF_TEST_TOKENS, ignore_eos=True)
+    found = measure_acceptance(core, prompts, sampling, config.method)
+    baseline = config.baseline.get(HELD_OUT)
+    accepted = found.length - 1
+    if accepted < _NEAR_ZERO:
+        log.warning(
+            "the %s heads are hardly ever right (acceptance length %.2f in the self-test): they were probably trained "
+            "on other weights, or on another hidden state than the one after the last norm. Answers stay right, "
+            "but these drafts save nothing",
+            config.method,
+            found.length,
+        )
+    elif baseline is not None and accepted < _FAR_BELOW * (baseline - 1):
+        log.warning(
+            "the %s heads reach an acceptance length of %.2f in the self-test, %.2f after training: these are probably "
+            "not quite the weights they were trained on (another quantisation or a fine-tune)",
+            config.method,
+            found.length,
+            baseline,
+        )
+    else:
+        log.info("self-test of the %s heads: acceptance length %.2f", config.method, found.length)
+    return found
+
+
+def _made_up_prompts(vocab_size: int) -> list[list[int]]:
+    return [[(start + 1) * (step + 1) * 7919 % vocab_size for step in range(12)] for start in range(4)]

@@ -1,0 +1,139 @@
+"""Finding draft heads for a model, and refusing those that belong to another."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.config import SpeculationConfig
+from engine.errors import ModelLoadError
+from engine.loading.model import LoadedModel
+from heads.checkpoint import PRETRAINED, LoadedHeads, load_heads
+from heads.config import CONFIG_FILE, HeadsConfig
+from heads.errors import HeadsError
+from heads.lm_head import OutputHead
+
+log = logging.getLogger("headlong.engine")
+
+_PROBES = 4
+_TOLERANCE = 1e-3  # of the largest logit
+
+
+def find_heads(folder: str | None, loaded: LoadedModel, pretrained: Path = PRETRAINED) -> LoadedHeads | None:
+    """The heads in ``folder``; with None the ones that come with headlong for this model, if there are any.
+
+    Raises ModelLoadError for heads that cannot be read or belong to another model.
+    """
+    if folder is None:
+        found = _pretrained(loaded, pretrained)
+        if found is None:
+            return None
+        path = found
+    else:
+        path = Path(folder).expanduser()
+    try:
+        heads = load_heads(path)
+    except HeadsError as error:
+        raise ModelLoadError(str(error)) from error
+    require_fitting(heads, loaded)
+    return heads
+
+
+def require_heads_folder(config: SpeculationConfig) -> None:
+    """Raises ModelLoadError for a folder that holds no heads, before the seconds that loading a model takes."""
+    if config.enabled and config.heads is not None:
+        try:
+            HeadsConfig.read(Path(config.heads).expanduser())
+        except HeadsError as error:
+            raise ModelLoadError(str(error)) from error
+
+
+def _pretrained(loaded: LoadedModel, pretrained: Path) -> Path | None:
+    for config_file in sorted(pretrained.glob(f"*/{CONFIG_FILE}")):
+        try:
+            config = HeadsConfig.read(config_file.parent)
+        except HeadsError as error:
+            log.warning("%s", error)
+            continue
+        if config.base_model.digest == loaded.digest:
+            return config_file.parent
+    return None
+
+
+def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
+    """Raises ModelLoadError for heads of another size or model.
+
+    Weights are told apart by their digest. The same model from another file (a hub's safetensors, another
+    quantisation) has another digest under the same name: its heads may fit, so they are tried and the self-test tells.
+    """
+    config, folder = heads.config, heads.folder
+    head = output_head(loaded.model)
+    vocab, hidden = head.weight.shape
+    if config.hidden_size != hidden:
+        raise ModelLoadError(
+            f"the heads in {folder} were made for states of {config.hidden_size} numbers "
+            f"({config.base_model.name}); {loaded.name} has {hidden}"
+        )
+    if config.vocab_size != vocab:
+        raise ModelLoadError(
+            f"the heads in {folder} were made for a vocabulary of {config.vocab_size} tokens "
+            f"({config.base_model.name}); {loaded.name} has {vocab}"
+        )
+    if config.base_model.digest != loaded.digest:
+        if config.base_model.name.lower() != loaded.name.lower():
+            raise ModelLoadError(
+                f"the heads in {folder} were trained on {config.base_model.name}, not on {loaded.name}; "
+                f"train some for it: headlong train"
+            )
+        log.warning(
+            "the heads in %s were trained on other weights of the name %s; the self-test tells whether they fit",
+            folder,
+            loaded.name,
+        )
+
+
+def output_head(model: PreTrainedModel) -> OutputHead:
+    """How ``model`` turns its final states into logits; call it before the linear layers are packed.
+
+    Raises ModelLoadError for a model whose head is not a linear map with an optional scale and softcap.
+    """
+    any_model: Any = model
+    layer = any_model.get_output_embeddings()
+    if layer is None or layer.weight.dim() != 2:
+        raise ModelLoadError(f"{type(model).__name__} has no output layer that heads could share")
+    config = model.config.get_text_config()
+    scale = getattr(config, "logit_scale", None) or 1.0
+    divisor = getattr(config, "logits_scaling", None) or 1.0
+    head = OutputHead(
+        weight=layer.weight,
+        bias=getattr(layer, "bias", None),
+        scale=float(scale) / float(divisor),
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+    _check(model, head)
+    return head
+
+
+@torch.inference_mode()
+def _check(model: PreTrainedModel, head: OutputHead) -> None:
+    """Compares with the model's own logits on a few tokens."""
+    any_model: Any = model
+    device = next(model.parameters()).device
+    ids = torch.arange(1, _PROBES + 1, device=device)[None]
+    attention = model.config._attn_implementation
+    model.set_attn_implementation("eager")  # paged attention works only inside an engine's step
+    try:
+        states = any_model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state[0]
+        expected = any_model(input_ids=ids, use_cache=False).logits[0].float()
+    finally:
+        model.set_attn_implementation(attention)
+    found = torch.nn.functional.linear(states, head.weight, head.bias).float() * head.scale
+    if head.softcap is not None:
+        found = torch.tanh(found / head.softcap) * head.softcap
+    tolerance = _TOLERANCE if expected.dtype == torch.float32 and states.dtype == torch.float32 else 5e-2
+    if float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6)) > tolerance:
+        raise ModelLoadError(f"{type(model).__name__} computes its logits in a way that heads cannot share")

@@ -1,0 +1,216 @@
+"""The ``medusa`` drafter: heads on the accepted node's state draft a best-first tree over calibrated probabilities.
+
+At temperature 0 a head's candidates are ranked by log q. Above it they are ranked by log q + g, with g the very noise
+that the verifier will add at that position ("coupled"): where q is near the target, the same token wins on both sides,
+however flat the distribution. ``heads`` holds the model and its training.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.errors import RequestFailedError
+from engine.sampler.noise import NoiseKey, gumbel_at
+from engine.sampler.processing import RowContext, is_greedy, needs_processing, target_row
+from engine.spec_decode.acceptance import AcceptanceTable, Buckets
+from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
+from engine.spec_decode.tree import DraftTree
+from heads.best_first import best_tree
+from heads.config import Calibration
+from heads.lm_head import DraftLmHead
+from heads.medusa import MedusaHeads
+
+log = logging.getLogger("headlong.engine")
+
+FloatArray = npt.NDArray[np.floating[Any]]
+IntArray = npt.NDArray[np.int64]
+
+MIN_SURVIVAL = 0.01
+# Tokens of a head that get noise: beyond them log q is so low that winning takes luck no estimate could foresee.
+_NOISED = 512
+_PRIOR_WEIGHT = 30.0
+_DECAY = 0.99
+CONFIDENCE_EDGES = (0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """What a head offers for one depth: tokens, best first, and the head's own confidence in each."""
+
+    tokens: list[int]
+    confidences: list[float]
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """tables: acceptance by depth. asked: per depth the confidence of each candidate that was proposed."""
+
+    tables: list[AcceptanceTable]
+    asked: list[dict[int, float]] = field(default_factory=list)
+
+
+class MedusaDrafter:
+    """See the module's docstring. ``method`` is "medusa"."""
+
+    method = "medusa"
+    needs_hidden = True
+    hidden_layers: tuple[int, ...] = ()
+    max_extra_rows = 0
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        lm_head: DraftLmHead,
+        *,
+        calibration: Calibration | None = None,
+        coupling: bool = True,
+        eos_token_ids: tuple[int, ...] = (),
+    ) -> None:
+        self._heads = heads
+        self._lm_head = lm_head
+        self._token_ids = lm_head.token_ids.numpy()
+        self._coupling = coupling
+        self._eos = eos_token_ids
+        self._requests: dict[str, _RequestState] = {}
+        # Greedy and sampled drafts are ranked by different scores, so they are calibrated apart.
+        self._tables = {greedy: _tables(heads.num_heads, calibration) for greedy in (True, False)}
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        ready = [context for context in contexts if context.accepted is not None and context.max_nodes > 0]
+        logits = iter(self._logits(ready)) if ready else iter(())
+        return [
+            self._grow(context, next(logits)) if context.accepted is not None and context.max_nodes > 0 else DraftTree()
+            for context in contexts
+        ]
+
+    @torch.inference_mode()
+    def _logits(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
+        """[contexts, heads, draft vocabulary], float32 on the CPU: one pass of the heads for all of them."""
+        states = torch.stack([context.accepted.final for context in contexts if context.accepted is not None])
+        logits: torch.Tensor = self._lm_head(self._heads(states.float()))
+        return logits.transpose(0, 1).cpu()
+
+    def _grow(self, context: DraftContext, logits: torch.Tensor) -> DraftTree:
+        """logits: [heads, draft vocabulary]."""
+        state = self._state(context)
+        depths = min(len(logits), context.max_depth)
+        candidates = self._candidates(context, logits[:depths])
+        calibrated = [
+            _by_rate(found, table.rates(found.confidences))
+            for found, table in zip(candidates, state.tables, strict=False)
+        ]
+        nodes = best_tree([rates for _, rates in calibrated], context.max_nodes, MIN_SURVIVAL)
+        tree = DraftTree()
+        state.asked = [{} for _ in range(depths)]
+        for node in nodes:
+            found, _ = calibrated[node.depth - 1]
+            token = found.tokens[node.rank]
+            # Nodes are added in the order of ``nodes``, so indices agree.
+            tree.add(token, node.parent, node.probability, self.method)
+            state.asked[node.depth - 1][token] = found.confidences[node.rank]
+        return tree
+
+    def _state(self, context: DraftContext) -> _RequestState:
+        state = self._requests.get(context.request_id)
+        if state is None:
+            shared_tables = self._tables[is_greedy(context.sampling)]
+            state = _RequestState([shared.child() for shared in shared_tables])
+            self._requests[context.request_id] = state
+        return state
+
+    def _candidates(self, context: DraftContext, logits: torch.Tensor) -> list[_Candidates]:
+        scores, ids = self._log_probabilities(context, logits)
+        if is_greedy(context.sampling) or not self._coupling:
+            return [_best(row, ids, context.max_nodes) for row in scores]
+        count = min(_NOISED, scores.shape[1])
+        found = []
+        first = len(context.token_ids)
+        for depth, row in enumerate(scores):
+            near = np.argpartition(-row, count - 1)[:count]
+            near = near[row[near] > -np.inf]
+            key = NoiseKey(context.sampling.seed, first + depth)
+            noise = gumbel_at([key], np.zeros(len(near), dtype=np.int64), ids[near])
+            perturbed = row[near] + noise
+            found.append(_best(_log_softmax(perturbed), ids[near], context.max_nodes))
+        return found
+
+    def _log_probabilities(self, context: DraftContext, logits: torch.Tensor) -> tuple[FloatArray, IntArray]:
+        """([heads, n], [n]): log q after the request's own processing, and the tokens it is over."""
+        sampling = context.sampling
+        if needs_processing(sampling):
+            logits = self._processed(context, logits)
+        elif not is_greedy(sampling):
+            logits = logits / sampling.temperature
+        return torch.log_softmax(logits, dim=-1).numpy(), self._token_ids
+
+    def _processed(self, context: DraftContext, logits: torch.Tensor) -> torch.Tensor:
+        """Bias, penalties, bans, temperature and filters, by the function that makes the target's rows.
+
+        The tokens between the root and a deeper candidate are not known to the heads, so the path is left out.
+        """
+        rows = RowContext(context.sampling, context.token_ids, context.prompt_length, self._eos)
+        whole = torch.full((len(logits), self._lm_head.vocab_size), -torch.inf)
+        whole[:, self._lm_head.token_ids] = logits
+        for row in whole:
+            try:
+                target_row(row, rows)
+            except RequestFailedError:  # the draft vocabulary holds nothing the request allows
+                row[self._lm_head.token_ids] = 0.0
+        return whole[:, self._lm_head.token_ids]
+
+    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
+        return None
+
+    def observe(self, feedback: DraftFeedback) -> None:
+        """Counts the candidates of each depth that was reached: those are the depths whose parents were right."""
+        state = self._requests.get(feedback.request_id)
+        if state is None:
+            return
+        for table, asked, token in zip(state.tables, state.asked, feedback.emitted, strict=False):
+            for candidate, confidence in asked.items():
+                table.record(confidence, candidate == token)
+        state.asked = []
+
+    def release(self, request_id: str) -> None:
+        self._requests.pop(request_id, None)
+
+
+def _tables(num_heads: int, calibration: Calibration | None) -> list[AcceptanceTable]:
+    """One table a depth, resting on what was measured after training, else on the heads' word."""
+    if calibration is None:
+        rates: Sequence[tuple[float, ...]] = [CONFIDENCE_EDGES] * num_heads
+        edges: tuple[float, ...] = CONFIDENCE_EDGES
+    else:
+        rates, edges = calibration.rates, calibration.edges
+    return [AcceptanceTable(Buckets(edges, depth, _PRIOR_WEIGHT, _DECAY)) for depth in rates]
+
+
+def _best(scores: FloatArray, ids: IntArray, count: int) -> _Candidates:
+    """The ``count`` likeliest tokens. scores: [n] log-probabilities of the tokens ``ids``; a tie goes to the lower."""
+    count = min(count, len(scores))
+    if count == 0:
+        return _Candidates([], [])
+    top = np.argpartition(-scores, count - 1)[:count]
+    top = top[np.lexsort((ids[top], -scores[top]))]
+    top = top[scores[top] > -np.inf]
+    return _Candidates(ids[top].tolist(), np.exp(scores[top]).tolist())
+
+
+def _by_rate(found: _Candidates, rates: list[float]) -> tuple[_Candidates, list[float]]:
+    """Best calibrated rate first; buckets may disagree with the heads' own order."""
+    order = sorted(range(len(rates)), key=lambda rank: -rates[rank])
+    sorted_found = _Candidates([found.tokens[rank] for rank in order], [found.confidences[rank] for rank in order])
+    return sorted_found, [rates[rank] for rank in order]
+
+
+def _log_softmax(scores: FloatArray) -> FloatArray:
+    shifted = scores - scores.max()
+    normalised: FloatArray = shifted - np.log(np.exp(shifted).sum())
+    return normalised

@@ -1,0 +1,98 @@
+"""Heads on disk: ``config.json``, ``heads.safetensors``, the draft vocabulary, ``run.yaml``."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+
+from heads.config import CONFIG_FILE, HeadsConfig
+from heads.errors import HeadsError
+from heads.medusa import MedusaHeads
+
+WEIGHTS_FILE = "heads.safetensors"
+DRAFT_VOCAB_FILE = "draft_vocab.json"
+RUN_FILE = "run.yaml"
+PRETRAINED = Path(__file__).parent / "pretrained"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedHeads:
+    """Heads ready to run in float32. token_ids: the draft vocabulary, ascending, or None for the whole one."""
+
+    folder: Path
+    config: HeadsConfig
+    heads: MedusaHeads
+    token_ids: torch.Tensor | None
+
+
+def save_heads(folder: Path, heads: MedusaHeads, config: HeadsConfig, token_ids: torch.Tensor | None, run: str) -> None:
+    """Writes a folder of heads; config.json comes last, so a folder that has it is whole. run: text of run.yaml."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {
+        name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in heads.state_dict().items()
+    }
+    _replace(folder / WEIGHTS_FILE, save(weights, {"format": "pt"}))
+    if token_ids is not None:
+        _replace(folder / DRAFT_VOCAB_FILE, json.dumps(token_ids.tolist()) + "\n")
+    _replace(folder / RUN_FILE, run)
+    _replace(folder / CONFIG_FILE, config.to_json())
+
+
+def load_heads(folder: Path) -> LoadedHeads:
+    """Raises HeadsError for a folder that does not hold heads we can run, in one sentence."""
+    config = HeadsConfig.read(folder)
+    if config.method != "medusa":
+        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; medusa is the one there is")
+    heads = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+    try:
+        weights = load_file(folder / WEIGHTS_FILE)
+    except (OSError, SafetensorError) as error:
+        raise HeadsError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
+    _require_fitting(weights, heads, folder)
+    heads.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    return LoadedHeads(folder, config, heads.eval().requires_grad_(False), _draft_vocab(folder, config))
+
+
+def _require_fitting(weights: dict[str, torch.Tensor], heads: MedusaHeads, folder: Path) -> None:
+    wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(wanted.keys() | found.keys()):
+        if wanted.get(name) != found.get(name):
+            raise HeadsError(
+                f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE}: {name} is "
+                f"{_shape(found.get(name))}, should be {_shape(wanted.get(name))}"
+            )
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
+            raise HeadsError(f"{folder / WEIGHTS_FILE}: {name} holds values that are not finite numbers")
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else "x".join(map(str, shape))
+
+
+def _draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:
+    if config.draft_vocab is None:
+        return None
+    path = folder / config.draft_vocab
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+        if not (isinstance(ids, list) and ids and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)):
+            raise ValueError(f"it must be a list of token ids below {config.vocab_size}")
+        if sorted(set(ids)) != ids:
+            raise ValueError("its ids must be ascending and distinct")
+    except (OSError, ValueError) as error:
+        raise HeadsError(f"{path} is not a draft vocabulary: {error}") from error
+    return torch.tensor(ids)
+
+
+def _replace(path: Path, content: str | bytes) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
+    os.replace(partial, path)

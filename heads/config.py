@@ -1,0 +1,130 @@
+"""What a folder of heads says of itself: ``config.json``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from heads.errors import HeadsError
+
+FORMAT = "headlong"
+HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
+CONFIG_FILE = "config.json"
+HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
+
+_COUNT = {"type": "integer", "minimum": 1}
+_RATES = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
+_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "required": ["format", "method", "num_heads", "hidden_size", "vocab_size", "draft_vocab", "base_model"],
+    "properties": {
+        "format": {"const": FORMAT},
+        "method": {"type": "string"},
+        "num_heads": _COUNT,
+        "num_layers": _COUNT,
+        "hidden_size": _COUNT,
+        "vocab_size": _COUNT,
+        "draft_vocab": {"type": ["string", "null"], "pattern": "^[^/\\\\]+$"},
+        "base_model": {
+            "type": "object",
+            "required": ["name", "digest", "hidden"],
+            "properties": {"name": {"type": "string"}, "digest": {"type": "string"}, "hidden": {"const": HIDDEN}},
+        },
+        "trained": {"type": "object"},
+        "baseline": {"type": "object", "additionalProperties": {"type": "number", "minimum": 1}},
+        "calibration": {
+            "type": "object",
+            "required": ["edges", "rates"],
+            "properties": {"edges": _RATES, "rates": {"type": "array", "items": _RATES}},
+        },
+        "self_test": {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The model that heads belong to. digest: of its weights (``engine.loading.LoadedModel.digest``)."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """How often a candidate of some confidence was right on held-out answers.
+
+    edges: upper edges of the confidence buckets, the last one 1. rates[k]: of head k + 1, one a bucket, counted where
+    the heads before it were right.
+    """
+
+    edges: tuple[float, ...]
+    rates: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadsConfig:
+    """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k.
+
+    baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
+    tries the heads at load.
+    """
+
+    method: str
+    num_heads: int
+    hidden_size: int
+    vocab_size: int
+    base_model: BaseModel
+    num_layers: int = 1
+    draft_vocab: str | None = None
+    trained: Mapping[str, Any] = field(default_factory=dict)
+    baseline: Mapping[str, float] = field(default_factory=dict)
+    calibration: Calibration | None = None
+    self_test: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> str:
+        fields = asdict(self)
+        base = {**fields.pop("base_model"), "hidden": HIDDEN}
+        if self.calibration is None:
+            del fields["calibration"]
+        return json.dumps({"format": FORMAT, **fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
+
+    @classmethod
+    def read(cls, folder: Path) -> HeadsConfig:
+        """Raises HeadsError if there is no such file or it does not describe heads."""
+        path = folder / CONFIG_FILE
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            jsonschema.validate(raw, _SCHEMA)
+        except OSError as error:
+            raise HeadsError(
+                f"{folder} is not a folder of heads: {path.name} cannot be read ({error.strerror})"
+            ) from error
+        except ValueError as error:
+            raise HeadsError(f"{path} is not JSON: {error}") from error
+        except jsonschema.ValidationError as error:
+            where = "/".join(map(str, error.absolute_path)) or "the file"
+            raise HeadsError(f"{path} does not describe headlong's heads: {where}: {error.message}") from error
+        calibration = raw.get("calibration")
+        return cls(
+            method=raw["method"],
+            num_heads=raw["num_heads"],
+            hidden_size=raw["hidden_size"],
+            vocab_size=raw["vocab_size"],
+            base_model=BaseModel(raw["base_model"]["name"], raw["base_model"]["digest"]),
+            num_layers=raw.get("num_layers", 1),
+            draft_vocab=raw["draft_vocab"],
+            trained=raw.get("trained", {}),
+            baseline=raw.get("baseline", {}),
+            calibration=None if calibration is None else _calibration(calibration),
+            self_test=tuple(tuple(prompt) for prompt in raw.get("self_test", ())),
+        )
+
+
+def _calibration(raw: Mapping[str, Any]) -> Calibration:
+    return Calibration(tuple(raw["edges"]), tuple(tuple(rates) for rates in raw["rates"]))

@@ -1,0 +1,193 @@
+"""Training data: answers that the served model wrote itself, with the hidden state behind each of their tokens.
+
+An answer's state i is what lm_head read when it chose token i, so that the model's own distribution at every position
+(the soft target) can be recomputed from the states and never needs to be stored. Answers lie in shards, each written
+beside and renamed: a killed run loses the shard under way and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from heads.errors import HeadsError
+
+MANIFEST = "answers.json"
+HELD_OUT_SHARE = 1 / 16  # of the prompts, chosen by their hash
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer to generate. prompt: token ids, chat template included. temperature 0 is greedy."""
+
+    prompt: tuple[int, ...]
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """tokens: what the model wrote. states: [len(tokens), hidden], ``states[i]`` chose ``tokens[i]``."""
+
+    ask: Ask
+    tokens: tuple[int, ...]
+    states: torch.Tensor
+
+    @property
+    def is_held_out(self) -> bool:
+        return held_out(self.ask.prompt)
+
+
+Generate = Callable[[Sequence[Ask]], list[Answer]]
+
+
+def held_out(prompt: Sequence[int]) -> bool:
+    """Whether a prompt's answers are kept for evaluation: decided by its hash, so no later run trains on it."""
+    digest = hashlib.sha256(",".join(map(str, prompt)).encode()).digest()
+    return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
+
+
+class AnswerStore:
+    """A folder of shards that belong to one plan (model, prompts, sampling); another plan needs another folder."""
+
+    def __init__(self, folder: Path, plan: Mapping[str, Any]) -> None:
+        """Raises HeadsError if the folder holds answers of another plan, or cannot be written."""
+        self.folder = folder
+        manifest = folder / MANIFEST
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if manifest.exists():
+                _require_same(json.loads(manifest.read_text()), plan, folder)
+            else:
+                _write_text(manifest, json.dumps(plan, indent=1, sort_keys=True) + "\n")
+        except (OSError, ValueError) as error:
+            raise HeadsError(f"{folder} cannot be used for training answers: {error}") from error
+
+    def _shard(self, index: int) -> Path:
+        return self.folder / f"answers-{index:05d}.safetensors"
+
+    def has(self, index: int) -> bool:
+        return self._shard(index).exists()
+
+    def count_tokens(self, index: int) -> int:
+        """Answer tokens in a shard, without reading them."""
+        with safe_open(self._shard(index), framework="pt") as shard:
+            return int(shard.get_slice("tokens").get_shape()[0])
+
+    def write(self, index: int, answers: Sequence[Answer]) -> None:
+        """States are kept in half precision: they are normalised, and their rounding is far below the heads' errors."""
+        states = [answer.states.to(torch.float16) for answer in answers]
+        tensors = {
+            "tokens": torch.tensor([token for a in answers for token in a.tokens], dtype=torch.int32),
+            "states": torch.cat(states) if states else torch.empty(0, 0, dtype=torch.float16),
+            "lengths": torch.tensor([len(a.tokens) for a in answers], dtype=torch.int32),
+            "prompts": torch.tensor([token for a in answers for token in a.ask.prompt], dtype=torch.int32),
+            "prompt_lengths": torch.tensor([len(a.ask.prompt) for a in answers], dtype=torch.int32),
+            "temperatures": torch.tensor([a.ask.temperature for a in answers], dtype=torch.float64),
+            "seeds": torch.tensor([a.ask.seed for a in answers], dtype=torch.int64),
+        }
+        partial = self._shard(index).with_suffix(".partial")
+        save_file(tensors, partial)
+        os.replace(partial, self._shard(index))
+
+    def read(self, index: int) -> list[Answer]:
+        with safe_open(self._shard(index), framework="pt") as shard:
+            data = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a dict
+        tokens = data["tokens"].split(data["lengths"].tolist())
+        states = data["states"].split(data["lengths"].tolist())
+        prompts = data["prompts"].split(data["prompt_lengths"].tolist())
+        asks = zip(prompts, data["temperatures"].tolist(), data["seeds"].tolist(), strict=True)
+        return [
+            Answer(Ask(tuple(prompt.tolist()), temperature, seed), tuple(ids.tolist()), rows)
+            for (prompt, temperature, seed), ids, rows in zip(asks, tokens, states, strict=True)
+        ]
+
+    def read_all(self) -> list[Answer]:
+        """Every answer of the leading shards, in order."""
+        answers: list[Answer] = []
+        index = 0
+        while self.has(index):
+            answers += self.read(index)
+            index += 1
+        return answers
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """How far the collection is: answers and tokens that are safely stored."""
+
+    answers: int
+    tokens: int
+
+
+def collect(
+    store: AnswerStore,
+    asks: Sequence[Ask],
+    generate: Generate,
+    *,
+    shard_size: int,
+    target_tokens: int,
+    progress: Callable[[Collected], None],
+) -> Collected:
+    """Generates answers shard by shard until there are ``target_tokens``, or one for every ask.
+
+    Shards that are there are kept, so a killed run goes on where it stood; each shard is generated by itself, so it
+    does not depend on where the run was killed.
+    """
+    done = Collected(0, 0)
+    for index, first in enumerate(range(0, len(asks), shard_size)):
+        if done.tokens >= target_tokens:
+            break
+        part = asks[first : first + shard_size]
+        if not store.has(index):
+            store.write(index, generate(part))
+        done = Collected(done.answers + len(part), done.tokens + store.count_tokens(index))
+        progress(done)
+    return done
+
+
+def dataset_digest(answers: Sequence[Answer]) -> str:
+    """Hex SHA-256 over prompts and answers, to tell what heads were trained on."""
+    digest = hashlib.sha256()
+    for answer in answers:
+        digest.update(f"{answer.ask.prompt}{answer.tokens}\n".encode())
+    return digest.hexdigest()
+
+
+def first_loop(tokens: Sequence[int], size: int = 8, repeats: int = 3) -> int | None:
+    """Length of the part before an n-gram of ``size`` tokens occurs for the ``repeats``-th time; None without one.
+
+    A small greedy model falls into loops, which any drafter predicts: training on them would flatter the figures.
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    for end in range(size, len(tokens) + 1):
+        gram = tuple(tokens[end - size : end])
+        seen[gram] = seen.get(gram, 0) + 1
+        if seen[gram] >= repeats:
+            return end - size
+    return None
+
+
+def _require_same(found: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
+    wanted = json.loads(json.dumps(plan))
+    for key in sorted(set(found) | set(wanted)):
+        if found.get(key) != wanted.get(key):
+            raise HeadsError(
+                f"{folder} holds answers of another run ({key} was {found.get(key)!r}, is {wanted.get(key)!r}); "
+                f"give another folder, or remove it"
+            )
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    partial.write_text(text)
+    os.replace(partial, path)

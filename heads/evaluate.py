@@ -1,0 +1,84 @@
+"""How good heads are on answers they were not trained on: accuracy by depth, and what their confidence is worth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from heads.config import Calibration
+from heads.data import Answer
+from heads.lm_head import DraftLmHead
+from heads.medusa import MedusaHeads
+from heads.train import make_batch
+
+TOP = (1, 3, 5, 10)
+CONFIDENCE_EDGES = (0.005, 0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+_CANDIDATES = 16
+_ROWS = 1024
+_PRIOR = 20.0  # observations that the heads' own confidence is worth in a bucket
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """accuracy[k][n]: how often the token was among the n likeliest of head k + 1, over ``positions`` answer tokens."""
+
+    positions: int
+    accuracy: tuple[dict[int, float], ...]
+    calibration: Calibration
+
+
+@torch.no_grad()
+def evaluate(heads: MedusaHeads, lm_head: DraftLmHead, answers: Sequence[Answer]) -> Evaluation:
+    """A token outside the draft vocabulary counts as missed. Head k's calibration counts the positions at which all
+    heads before it had the right token among their candidates, since only there its own candidates are verified."""
+    edges = torch.tensor(CONFIDENCE_EDGES)
+    buckets = len(edges)
+    tried = torch.zeros(heads.num_heads, buckets)
+    right, confidence = torch.zeros_like(tried), torch.zeros_like(tried)
+    hits = torch.zeros(heads.num_heads, len(TOP))
+    seen = torch.zeros(heads.num_heads)
+    for part in _parts(answers):
+        batch = make_batch(part, lm_head)
+        rows = torch.arange(len(batch.states))
+        reached = torch.ones(len(rows), dtype=torch.bool)
+        for depth, head in enumerate(heads.heads, start=1):
+            within = rows + depth < batch.ends
+            truth = batch.targets[(rows + depth).clamp_max(len(rows) - 1)]
+            probability = torch.softmax(lm_head(head(batch.states)), dim=-1)
+            top = probability.topk(min(_CANDIDATES, probability.shape[1]), dim=-1)
+            matches = (top.indices == truth[:, None]) & (truth >= 0)[:, None]
+            for column, count in enumerate(TOP):
+                hits[depth - 1, column] += matches[within, :count].any(dim=1).sum()
+            seen[depth - 1] += within.sum()
+            counted = within & reached
+            bucket = torch.bucketize(top.values[counted], edges).clamp_max(buckets - 1).flatten()
+            tried[depth - 1] += torch.bincount(bucket, minlength=buckets)
+            right[depth - 1] += torch.bincount(bucket, matches[counted].flatten().float(), minlength=buckets)
+            confidence[depth - 1] += torch.bincount(bucket, top.values[counted].flatten(), minlength=buckets)
+            reached &= matches.any(dim=1)
+    middle = (edges + torch.cat([torch.zeros(1), edges[:-1]])) / 2
+    assumed = torch.where(tried > 0, confidence / tried.clamp_min(1), middle)
+    rates = (right + _PRIOR * assumed) / (tried + _PRIOR)
+    share = hits / seen.clamp_min(1)[:, None]
+    return Evaluation(
+        positions=int(seen[0]),
+        accuracy=tuple(dict(zip(TOP, row, strict=True)) for row in share.tolist()),
+        calibration=Calibration(
+            CONFIDENCE_EDGES, tuple(tuple(round(rate, 4) for rate in row) for row in rates.tolist())
+        ),
+    )
+
+
+def _parts(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
+    part: list[Answer] = []
+    size = 0
+    for answer in answers:
+        part.append(answer)
+        size += len(answer.tokens)
+        if size >= _ROWS:
+            yield part
+            part, size = [], 0
+    if part:
+        yield part

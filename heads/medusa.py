@@ -1,0 +1,44 @@
+"""Medusa heads (Cai et al., arXiv 2401.10774): head k reads the state that chose token t + 1 and predicts t + 1 + k.
+
+A head is a stack of residual blocks, ``x + SiLU(W x + b)``; its output goes through the model's own lm_head, which is
+shared and frozen. W and b start at zero, so an untrained head repeats the model's prediction of the next token.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class ResidualBlock(nn.Module):
+    """``x + SiLU(W x + b)``, the identity when new."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """All heads of a model. Parameters are called ``heads.K.J.linear.*``: head K from 0, block J."""
+
+    def __init__(self, hidden_size: int, num_heads: int, num_layers: int = 1) -> None:
+        super().__init__()
+        self.hidden_size = hidden_size
+        # Each block is made anew: a repeated object would share its weights between the heads.
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResidualBlock(hidden_size) for _ in range(num_layers))) for _ in range(num_heads)
+        )
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.heads)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """states: [..., hidden], after the model's last norm -> [heads, ..., hidden], what lm_head reads."""
+        return torch.stack([head(states) for head in self.heads])

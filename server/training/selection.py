@@ -1,0 +1,27 @@
+"""Which prompts are trained on: a user's or the built-in ones, never those that measure the heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from server.bench.datasets import DatasetError, load_dataset
+from server.training.config import PromptSection
+from server.training.prompts import Prompt, built_in_prompts, excluding, read_prompts
+
+# Their prompts measure the heads, so nothing trains on them.
+BENCHMARKS = ("mt-bench", "humaneval", "edits")
+
+
+def training_prompts(section: PromptSection) -> list[Prompt]:
+    """The prompts of a file or of the built-in recipe, without those of the benchmarks that are installed.
+
+    Raises PromptError.
+    """
+    prompts = built_in_prompts(section.seed) if section.file is None else read_prompts(Path(section.file))
+    benchmarks: list[str] = []
+    for name in BENCHMARKS:
+        try:
+            benchmarks += load_dataset(name).prompts
+        except DatasetError:  # not installed, so it cannot have been used to measure either
+            continue
+    return excluding(prompts, benchmarks)
