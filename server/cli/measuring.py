@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
 
 import httpx
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -16,8 +13,7 @@ from server.bench.client import ServerFault
 from server.bench.compare import Pair
 from server.bench.datasets import DatasetError
 from server.bench.report import ReportError
-
-FAILED = 1
+from server.cli.failure import fail
 
 
 @contextmanager
@@ -44,8 +40,3 @@ def failures_in_one_line(url: str) -> Iterator[None]:
         fail(f"{url} is not a URL: {error}")
     except httpx.HTTPError as error:
         fail(f"{url} does not answer: {type(error).__name__} {error}".rstrip())
-
-
-def fail(message: str) -> NoReturn:
-    print(f"headlong: {message}", file=sys.stderr, flush=True)
-    raise typer.Exit(FAILED)

@@ -40,7 +40,7 @@ def train(
     prompts: Annotated[
         str | None, typer.Option(help="Prompts, JSON lines or text; default: the built-in recipe.", metavar="FILE")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 400000]")] = None,
+    tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 300000]")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. training.epochs=2.", metavar="KEY=VALUE")

@@ -19,7 +19,8 @@ from server.bench.client import Measured, Sampling, ServerInfo, connect, server_
 from server.bench.compare import Difference, Pair, Plan
 from server.bench.datasets import Dataset, load_dataset
 from server.bench.report import check_report_path, report_head, write_report
-from server.cli.measuring import fail, failures_in_one_line, measuring_bar
+from server.cli.failure import fail
+from server.cli.measuring import failures_in_one_line, measuring_bar
 
 DEFAULT_PROMPTS = 80
 DEFAULT_TEMPERATURES = (0.0, 0.8)
