@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core import EngineCore
 from engine.errors import RequestFailedError
+from engine.outputs import RequestOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.controller import Controller
 from heads.config import HELD_OUT, HeadsConfig
@@ -41,16 +42,24 @@ def measure_acceptance(
 
     sampling: of each answer; answer i gets ``sampling.seed`` + i. Raises RequestFailedError if a request fails.
     """
-    controller = core.scheduler.controller
+    controller, limits = core.scheduler.controller, core.scheduler.limits
     core.scheduler.controller = Controller(None)
+    # So many that the whole tree of each fits into every step: a tree without room would count as a plain step.
+    side_by_side = max(1, limits.max_num_batched_tokens // (1 + limits.max_draft_tokens))
+    requests = [
+        EngineRequest(
+            f"{_SALT} {index}",
+            tuple(prompt),
+            dataclasses.replace(sampling, seed=sampling.seed + index),
+            SpeculationParams(method=method),
+            cache_salt=_SALT,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
     tokens = forwards = 0
     try:
-        for index, prompt in enumerate(prompts):
-            own = dataclasses.replace(sampling, seed=sampling.seed + index)
-            speculation = SpeculationParams(method=method)
-            core.add(EngineRequest(f"{_SALT} {index}", tuple(prompt), own, speculation, cache_salt=_SALT))
-        while core.has_work:
-            for output in core.step().outputs:
+        for first in range(0, len(requests), side_by_side):
+            for output in _outputs(core, requests[first : first + side_by_side]):
                 if output.finish_reason == "error":
                     raise RequestFailedError(output.error or "a request of the acceptance test failed")
                 tokens += len(output.tokens)
@@ -58,6 +67,13 @@ def measure_acceptance(
     finally:
         core.scheduler.controller = controller
     return Acceptance(tokens, forwards)
+
+
+def _outputs(core: EngineCore, requests: Sequence[EngineRequest]) -> Iterator[RequestOutput]:
+    for request in requests:
+        core.add(request)
+    while core.has_work:
+        yield from core.step().outputs
 
 
 def self_test(core: EngineCore, config: HeadsConfig) -> Acceptance:

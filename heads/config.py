@@ -111,6 +111,10 @@ class HeadsConfig:
             where = "/".join(map(str, error.absolute_path)) or "the file"
             raise HeadsError(f"{path} does not describe headlong's heads: {where}: {error.message}") from error
         calibration = raw.get("calibration")
+        if calibration is not None and not _is_whole(calibration, raw["num_heads"]):
+            raise HeadsError(
+                f"{path}: calibration must hold, for each head, one rate a bucket of ascending edges up to 1"
+            )
         return cls(
             method=raw["method"],
             num_heads=raw["num_heads"],
@@ -124,6 +128,12 @@ class HeadsConfig:
             calibration=None if calibration is None else _calibration(calibration),
             self_test=tuple(tuple(prompt) for prompt in raw.get("self_test", ())),
         )
+
+
+def _is_whole(raw: Mapping[str, Any], num_heads: int) -> bool:
+    edges, rates = raw["edges"], raw["rates"]
+    shaped = len(rates) == num_heads and all(len(row) == len(edges) for row in rates)
+    return bool(shaped and edges and edges == sorted(set(edges)) and edges[-1] == 1)
 
 
 def _calibration(raw: Mapping[str, Any]) -> Calibration:

@@ -1,0 +1,124 @@
+"""Answers to train on: the state beside each token is the one that chose it, and loops are cut."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, VOCAB, request, run, tiny_core, tiny_model
+
+from engine.assembly import assemble
+from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
+from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
+from engine.errors import RequestFailedError
+from engine.head_training import draft_vocab
+from engine.loading import LoadedModel
+from engine.model_runner import ModelRunner
+from engine.sampling_params import SamplingParams
+from heads.data import Answer, Ask, first_loop
+from heads.settings import AnswerSettings
+
+
+def generator(architecture: str, *, max_tokens: int = 24, seqs: int = 4, memory: int = 1 << 20) -> AnswerGenerator:
+    model = tiny_model(architecture)
+    loaded = LoadedModel(model, Path("tiny"), "0", architecture, type(model).__name__, (EOS,), MAX_LEN)
+    recorders: list[StateRecorder] = []
+
+    def recorder(runner: ModelRunner) -> ModelRunner:
+        recorders.append(StateRecorder(runner))
+        return recorders[0]
+
+    engine = EngineConfig(
+        device="cpu", block_size=4, kv_cache_memory=memory, max_num_seqs=seqs, max_num_batched_tokens=16
+    )
+    settings = EngineSettings(ModelConfig("tiny", dtype="float64"), engine, SpeculationConfig(enabled=False))
+    core = assemble(loaded, settings, lambda _: None, [], recorder=recorder).core
+    return AnswerGenerator(core, recorders[0], max_tokens)
+
+
+ASKS = [Ask((1 + index, 5, 9, index), 0.0 if index % 2 == 0 else 0.9, index) for index in range(9)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_state_is_the_one_that_chose_its_token(architecture: str) -> None:
+    answers = generator(architecture)(ASKS)
+    head = tiny_model(architecture).lm_head.weight
+    for answer in answers:
+        assert answer.states.shape == (len(answer.tokens), 32)
+        if answer.ask.temperature == 0.0:
+            chosen = (answer.states.double() @ head.T).argmax(dim=-1)
+            right = float((chosen == torch.tensor(answer.tokens)).double().mean())
+            assert right > 0.95, "states and tokens are out of step"  # half precision may swap a near-tie
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+def test_answers_are_what_a_client_would_get(architecture: str) -> None:
+    """The same tokens as plain requests, up to a loop; whatever runs beside them, preemption included."""
+    core = tiny_core(architecture)
+    wanted = run(
+        core,
+        [
+            request(f"r{index}", ask.prompt, SamplingParams(temperature=ask.temperature, seed=ask.seed, max_tokens=24))
+            for index, ask in enumerate(ASKS)
+        ],
+    )
+    small = generator(architecture, seqs=9, memory=30_000)
+    for made in (generator(architecture, seqs=1), generator(architecture, seqs=9), small):
+        for index, answer in enumerate(made(ASKS)):
+            ids = wanted[f"r{index}"].ids
+            cut = first_loop(ids)
+            assert list(answer.tokens) == (ids if cut is None else ids[:cut])
+            assert len(answer.states) == len(answer.tokens)
+
+
+def test_a_loop_is_cut_and_the_request_ends_early() -> None:
+    """A tiny greedy model repeats itself sooner or later; steps after that are not worth their time."""
+    counted: list[int] = []
+    made = generator("llama", max_tokens=80)
+    made.on_tokens = counted.append
+    asks = [Ask((start, 2, 3), 0.0, start) for start in range(12)]
+    answers = made(asks)
+    looping = [answer for answer in answers if len(answer.tokens) < 80 and answer.tokens[-1] != EOS]
+    assert looping
+    assert all(first_loop(answer.tokens) is None for answer in answers)
+    assert sum(counted) < sum(80 if answer in looping else len(answer.tokens) for answer in answers)
+    assert not made.core.has_work
+
+
+def test_a_fault_of_the_engine_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = generator("llama")
+    monkeypatch.setattr(made.recorder, "forward", lambda batch: (_ for _ in ()).throw(ValueError("broken")))
+    with pytest.raises(RequestFailedError, match="broken"):
+        made(ASKS)
+
+
+def test_every_other_ask_is_greedy_and_seeds_fit_a_shard() -> None:
+    asks = make_asks([(index,) for index in range(9)], AnswerSettings(temperatures=(0.7, 1.0)), seed=-1)
+    assert [ask.temperature for ask in asks] == [0.0, 0.7, 0.0, 1.0, 0.0, 0.7, 0.0, 1.0, 0.0]
+    assert len({ask.seed for ask in asks}) == 9
+    assert all(0 <= ask.seed < 2**63 for ask in asks)
+    assert asks == make_asks([(index,) for index in range(9)], AnswerSettings(temperatures=(0.7, 1.0)), seed=-1)
+
+
+def test_the_plan_tells_runs_apart() -> None:
+    settings = AnswerSettings()
+    plan = answer_plan("model", ASKS, settings)
+    assert plan == answer_plan("model", ASKS, AnswerSettings(tokens=5, concurrency=2)), (
+        "more of the same is no other run"
+    )
+    assert plan != answer_plan("other", ASKS, settings)
+    assert plan != answer_plan("model", ASKS[1:], settings)
+    assert plan != answer_plan("model", ASKS, AnswerSettings(max_tokens=5))
+
+
+def test_a_draft_vocabulary_holds_what_it_must_then_what_is_frequent() -> None:
+    answer = Answer(Ask((1,), 0.0, 1), (9, 9, 9, 7, 7, 3), torch.zeros(6, 2))
+    found = draft_vocab([answer], [50, 2], 4, VOCAB)
+    assert found is not None
+    assert found.tolist() == [2, 7, 9, 50]
+    filled = draft_vocab([answer], [50], 6, VOCAB)
+    assert filled is not None
+    assert filled.tolist() == [0, 1, 3, 7, 9, 50]
+    assert draft_vocab([answer], [50], 0, VOCAB) is None
+    assert draft_vocab([answer], [50], VOCAB, VOCAB) is None

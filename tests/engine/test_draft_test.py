@@ -1,0 +1,102 @@
+"""The self-test at load: what it says of good, bad and foreign heads, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+from tiny_engine import VOCAB, HostileDrafter, ScriptedDrafter, Sizes, assert_all_free, tiny_core
+
+from engine.draft_test import measure_acceptance, self_test
+from engine.errors import RequestFailedError
+from engine.sampling_params import SamplingParams
+from engine.spec_decode.drafter import DraftContext
+from engine.spec_decode.tree import ROOT, DraftTree
+from heads.config import BaseModel, HeadsConfig
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [(3, 4, 5), (6, 7)]
+SIZES = Sizes(max_draft_tokens=VOCAB, max_num_batched_tokens=70)  # the tree of one request fits, two do not
+
+
+class EveryToken(ScriptedDrafter):
+    """Drafts every token of the tiny vocabulary: one draft a step is always right."""
+
+    method = "medusa"
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        trees = []
+        for _ in contexts:
+            tree = DraftTree()
+            for token in range(VOCAB):
+                tree.add(token, ROOT, 0.5, self.method)
+            trees.append(tree)
+        return trees
+
+
+class OneToken(EveryToken):
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        trees = [DraftTree() for _ in contexts]
+        for tree in trees:
+            tree.add(VOCAB - 1, ROOT, 0.5, self.method)
+        return trees
+
+
+def config(baseline: float | None = None) -> HeadsConfig:
+    found = {} if baseline is None else {"held-out": baseline}
+    return HeadsConfig("medusa", 1, 32, VOCAB, BaseModel("llama", "0"), baseline=found, self_test=tuple(PROMPTS))
+
+
+def told(core_drafter: ScriptedDrafter, baseline: float | None, caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
+    core = tiny_core("llama", [core_drafter], SIZES)
+    controller = core.scheduler.controller
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "headlong.engine"):
+        self_test(core, config(baseline))
+    assert core.scheduler.controller is controller
+    assert_all_free(core)
+    (record,) = [record for record in caplog.records if "self-test" in record.getMessage()]
+    return record.levelno, record.getMessage()
+
+
+def test_good_heads_are_reported_with_their_acceptance_length(caplog: pytest.LogCaptureFixture) -> None:
+    level, message = told(EveryToken(), 2.0, caplog)
+    assert level == logging.INFO
+    assert "acceptance length 1.78" in message  # the prompt brings one of 16 tokens, pairs the rest
+
+
+def test_heads_that_are_never_right_are_a_warning_with_the_likely_cause(caplog: pytest.LogCaptureFixture) -> None:
+    level, message = told(OneToken(), None, caplog)
+    assert level == logging.WARNING
+    assert "trained on other weights" in message
+    assert "hidden state" in message
+
+
+def test_heads_far_below_what_they_reached_in_training_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    level, message = told(EveryToken(), 4.0, caplog)
+    assert level == logging.WARNING
+    assert "1.78 in the self-test, 4.00 after training" in message
+
+
+def test_tokens_and_forwards_are_counted_as_the_acceptance_length_wants() -> None:
+    found = measure_acceptance(tiny_core("llama", [EveryToken()], SIZES), PROMPTS, GREEDY)
+    # Twelve tokens: one with the prompt, then pairs, the last one cut by max_tokens.
+    assert (found.tokens, found.forwards) == (24, 14)
+    plain = measure_acceptance(tiny_core("llama"), PROMPTS, GREEDY)
+    assert plain.length == 1.0
+
+
+def test_hostile_drafts_end_it_no_differently() -> None:
+    core = tiny_core("llama", [HostileDrafter(1)])
+    assert measure_acceptance(core, PROMPTS, GREEDY).tokens == 24
+    assert_all_free(core)
+
+
+def test_a_failing_request_is_an_error_and_leaves_the_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tiny_core("llama")
+    controller = core.scheduler.controller
+    monkeypatch.setattr(core._runner, "forward", lambda batch: (_ for _ in ()).throw(ValueError("broken")))
+    with pytest.raises(RequestFailedError, match="broken"):
+        measure_acceptance(core, PROMPTS, GREEDY)
+    assert core.scheduler.controller is controller

@@ -1,0 +1,151 @@
+"""Which heads a model gets, and which it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, VOCAB, tiny_model
+
+from engine.assembly import make_drafters
+from engine.config import SpeculationConfig
+from engine.errors import ModelLoadError
+from engine.loading import LoadedModel
+from engine.loading.heads import find_heads, output_head, require_heads_folder
+from heads.checkpoint import save_heads
+from heads.config import BaseModel, HeadsConfig
+from heads.medusa import MedusaHeads
+
+DIGEST = "0" * 64
+CONFIG = HeadsConfig("medusa", 2, 32, VOCAB, BaseModel("llama", DIGEST))
+
+
+def loaded(architecture: str = "llama", **changes: str) -> LoadedModel:
+    model = tiny_model(architecture)
+    whole = LoadedModel(model, Path("tiny"), DIGEST, architecture, type(model).__name__, (EOS,), MAX_LEN)
+    return dataclasses.replace(whole, **changes)
+
+
+def write(folder: Path, **changes: object) -> Path:
+    config = dataclasses.replace(CONFIG, **changes)  # type: ignore[arg-type]
+    save_heads(folder, MedusaHeads(config.hidden_size, config.num_heads), config, None, "")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden_size": 16}, "made for states of 16 numbers .llama.; llama has 32"),
+        ({"vocab_size": 70}, f"made for a vocabulary of 70 tokens .llama.; llama has {VOCAB}"),
+        ({"base_model": BaseModel("other", "1" * 64)}, "were trained on other, not on llama"),
+    ],
+)
+def test_heads_of_another_model_are_refused_in_a_sentence(
+    tmp_path: Path, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as refused:
+        find_heads(str(write(tmp_path, **changes)), loaded())
+    assert "\n" not in str(refused.value)
+
+
+def test_the_same_model_from_another_file_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "headlong.engine"):
+        assert find_heads(str(write(tmp_path)), loaded(digest="2" * 64)) is not None
+    assert "other weights of the name llama" in caplog.text
+
+
+def test_the_same_weights_under_another_name_are_the_same_model(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert find_heads(str(write(tmp_path)), loaded(name="renamed")) is not None
+    assert not caplog.records
+
+
+def test_heads_that_come_along_are_chosen_by_the_weights(tmp_path: Path) -> None:
+    write(tmp_path / "a", base_model=BaseModel("a", "a" * 64))
+    write(tmp_path / "b", base_model=BaseModel("b", "b" * 64))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("broken")
+    found = find_heads(None, loaded(digest="b" * 64), tmp_path)
+    assert found is not None
+    assert found.folder == tmp_path / "b"
+    assert find_heads(None, loaded(digest="d" * 64), tmp_path) is None
+
+
+def test_a_folder_without_heads_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="is not a folder of heads"):
+        require_heads_folder(SpeculationConfig(heads=str(tmp_path)))
+    require_heads_folder(SpeculationConfig(heads=str(tmp_path), enabled=False))
+    require_heads_folder(SpeculationConfig())
+
+
+@pytest.mark.parametrize(
+    ("drafters", "with_heads", "expected"),
+    [
+        (None, False, ("suffix",)),
+        (None, True, ("suffix", "medusa")),
+        (("medusa",), True, ("medusa",)),
+        (("medusa", "suffix"), True, ("medusa", "suffix")),
+        (("suffix",), False, ("suffix",)),
+    ],
+)
+def test_which_drafters_there_are(
+    tmp_path: Path, drafters: tuple[str, ...] | None, with_heads: bool, expected: tuple[str, ...]
+) -> None:
+    folder = str(write(tmp_path)) if with_heads else None
+    assert make_drafters(SpeculationConfig(drafters=drafters, heads=folder), loaded()).methods == expected
+
+
+def test_drafters_that_contradict_the_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="names medusa, but there are no medusa heads for llama"):
+        make_drafters(SpeculationConfig(drafters=("suffix", "medusa")), loaded())
+    with pytest.raises(ModelLoadError, match="leaves medusa out"):
+        make_drafters(SpeculationConfig(drafters=("suffix",), heads=str(write(tmp_path))), loaded())
+    with pytest.raises(ModelLoadError, match="unknown drafter 'eagle'; available: suffix, medusa"):
+        make_drafters(SpeculationConfig(drafters=("eagle",)), loaded())
+
+
+def test_without_speculation_no_heads_are_read() -> None:
+    assert make_drafters(SpeculationConfig(enabled=False, heads="/absent"), loaded()).methods == ()
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_shared_head_computes_the_models_own_logits(architecture: str) -> None:
+    """Gemma scales or caps its logits in some sizes; what is shared must follow."""
+    model = tiny_model(architecture)
+    before = model.config._attn_implementation
+    head = output_head(model)
+    assert model.config._attn_implementation == before
+    assert head.weight.shape == (VOCAB, 32)
+
+
+def test_a_head_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama")
+    monkeypatch.setattr(model.config, "logit_scale", 0.5, raising=False)
+    with pytest.raises(ModelLoadError, match="in a way that heads cannot share"):
+        output_head(model)
+
+
+def test_softcap_and_scale_are_read_from_the_configuration() -> None:
+    from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "pad_token_id": 0,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+    }
+    torch.manual_seed(0)
+    gemma = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, final_logit_softcapping=0.5)).eval()
+    assert output_head(gemma).softcap == 0.5
+    cohere = AutoModelForCausalLM.from_config(CohereConfig(**sizes, logit_scale=0.25)).eval()
+    assert output_head(cohere).scale == 0.25
