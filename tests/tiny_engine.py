@@ -193,6 +193,9 @@ class ScriptedDrafter:
     hidden_layers: tuple[int, ...] = ()
     max_extra_rows = 0
 
+    def extend(self, context: DraftContext, tree: DraftTree) -> None:
+        pass
+
     def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
         return None
 

@@ -90,6 +90,13 @@ class Drafter(Protocol):
         """One tree a context, maybe empty. Batched, so that heads run once a step."""
         ...
 
+    def extend(self, context: DraftContext, tree: DraftTree) -> None:
+        """Adds to ``tree``, which holds the proposals of all drafters, what this one expects below the others' nodes.
+
+        Called after ``propose``, where more than one drafter takes part. A node it adds counts as its own.
+        """
+        ...
+
     def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
         """Rows to compute beside ``tree``, the final tree of all drafters after pruning.
 

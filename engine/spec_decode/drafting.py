@@ -86,8 +86,9 @@ class Drafting:
 
     def _propose(self, requests: Sequence[Request]) -> None:
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
+        contexts_of = {request.request_id: self._context(request) for request in requests}
         for drafter in self.drafters:
-            contexts = [self._context(request) for request in requests if drafter in self._chosen(request)]
+            contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
             if not contexts:
                 continue
             try:
@@ -103,6 +104,20 @@ class Drafting:
         for request in requests:
             found = trees[request.request_id]
             request.proposal = found[0] if len(found) == 1 else merged(found)
+            if len(found) > 1:
+                self._extend(request, contexts_of[request.request_id])
+
+    def _extend(self, request: Request, context: DraftContext) -> None:
+        """Lets each drafter go on below what the others expect. A fault leaves the tree as it was."""
+        whole = merged([request.proposal])
+        try:
+            for drafter in self._chosen(request):
+                drafter.extend(context, whole)
+        except Exception:
+            log.exception("a drafter could not extend the others' drafts")
+            return
+        if all(0 <= token < self._vocab_size for token in whole.tokens):
+            request.proposal = whole
 
     def _chosen(self, request: Request) -> list[Drafter]:
         wish = request.source.speculation

@@ -21,7 +21,7 @@ from engine.sampler.noise import NoiseKey, gumbel_at
 from engine.sampler.processing import RowContext, is_greedy, needs_processing, target_row
 from engine.spec_decode.acceptance import AcceptanceTable, Buckets
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
-from engine.spec_decode.tree import DraftTree
+from engine.spec_decode.tree import ROOT, DraftTree
 from heads.best_first import best_tree
 from heads.config import Calibration
 from heads.lm_head import DraftLmHead
@@ -48,11 +48,20 @@ class _Candidates:
     confidences: list[float]
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer(_Candidates):
+    """rates: how often each is right where its parent is, as calibrated; best first."""
+
+    rates: list[float]
+
+
 @dataclass(slots=True)
 class _RequestState:
-    """tables: acceptance by depth. asked: per depth the confidence of each candidate that was proposed."""
+    """tables: acceptance by depth. offers: the candidates of each depth. asked: per depth the confidence of each
+    candidate that was proposed."""
 
     tables: list[AcceptanceTable]
+    offers: list[_Offer] = field(default_factory=list)
     asked: list[dict[int, float]] = field(default_factory=list)
 
 
@@ -102,20 +111,39 @@ class MedusaDrafter:
         state = self._state(context)
         depths = min(len(logits), context.max_depth)
         candidates = self._candidates(context, logits[:depths])
-        calibrated = [
+        state.offers = [
             _by_rate(found, table.rates(found.confidences))
             for found, table in zip(candidates, state.tables, strict=False)
         ]
-        nodes = best_tree([rates for _, rates in calibrated], context.max_nodes, MIN_SURVIVAL)
         tree = DraftTree()
         state.asked = [{} for _ in range(depths)]
-        for node in nodes:
-            found, _ = calibrated[node.depth - 1]
-            token = found.tokens[node.rank]
-            # Nodes are added in the order of ``nodes``, so indices agree.
-            tree.add(token, node.parent, node.probability, self.method)
-            state.asked[node.depth - 1][token] = found.confidences[node.rank]
+        for node in best_tree([offer.rates for offer in state.offers], context.max_nodes, MIN_SURVIVAL):
+            # Nodes are added in the order of the list, so indices agree.
+            self._add(tree, state, node.parent, node.rank, node.probability)
         return tree
+
+    def _add(self, tree: DraftTree, state: _RequestState, parent: int, rank: int, survival: float) -> None:
+        depth = 1 if parent == ROOT else tree.depths[parent] + 1
+        offer = state.offers[depth - 1]
+        token = offer.tokens[rank]
+        tree.add(token, parent, survival, self.method)
+        state.asked[depth - 1][token] = offer.confidences[rank]
+
+    def extend(self, context: DraftContext, tree: DraftTree) -> None:
+        """The same candidates below the others' nodes: a head looks at the state alone, not at the tokens between."""
+        state = self._requests.get(context.request_id)
+        if state is None or not state.offers:
+            return
+        least = tree.cutoff(context.max_nodes, MIN_SURVIVAL)
+        node = 0
+        while node < len(tree):  # the nodes added here get children too
+            depth = tree.depths[node]
+            for rank, rate in enumerate(state.offers[depth].rates if depth < len(state.offers) else ()):
+                survival = tree.survival[node] * rate
+                if survival <= least:
+                    break
+                self._add(tree, state, node, rank, survival)
+            node += 1
 
     def _state(self, context: DraftContext) -> _RequestState:
         state = self._requests.get(context.request_id)
@@ -203,11 +231,14 @@ def _best(scores: FloatArray, ids: IntArray, count: int) -> _Candidates:
     return _Candidates(ids[top].tolist(), np.exp(scores[top]).tolist())
 
 
-def _by_rate(found: _Candidates, rates: list[float]) -> tuple[_Candidates, list[float]]:
+def _by_rate(found: _Candidates, rates: list[float]) -> _Offer:
     """Best calibrated rate first; buckets may disagree with the heads' own order."""
     order = sorted(range(len(rates)), key=lambda rank: -rates[rank])
-    sorted_found = _Candidates([found.tokens[rank] for rank in order], [found.confidences[rank] for rank in order])
-    return sorted_found, [rates[rank] for rank in order]
+    return _Offer(
+        [found.tokens[rank] for rank in order],
+        [found.confidences[rank] for rank in order],
+        [rates[rank] for rank in order],
+    )
 
 
 def _log_softmax(scores: FloatArray) -> FloatArray:

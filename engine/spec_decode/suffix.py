@@ -90,13 +90,17 @@ class _Growth:
     tree: DraftTree
     context: DraftContext
     state: _RequestState
+    least: float = MIN_SURVIVAL
 
-    def grow(self, matches: list[tuple[int, int]]) -> None:
+    def grow(self, matches: list[tuple[int, int]], start: int = ROOT) -> None:
+        """Adds what followed the ``matches`` of the text up to and with node ``start``."""
         longest = matches[0][0]
         # Halved for every token by which a match is shorter: a longer context predicts better.
-        level = [(ROOT, [_Vote(end, length, 0.5 ** (longest - length)) for length, end in matches])]
+        level = [(start, [_Vote(end, length, 0.5 ** (longest - length)) for length, end in matches])]
         depth = 0
-        while level and depth < self.context.max_depth and len(self.tree) < 2 * self.context.max_nodes:
+        deepest = self.context.max_depth - (0 if start == ROOT else self.tree.depths[start])
+        most = len(self.tree) + 2 * self.context.max_nodes
+        while level and depth < deepest and len(self.tree) < most:
             level = [child for node, votes in level for child in self._children(node, votes, depth)]
             depth += 1
 
@@ -114,7 +118,7 @@ class _Growth:
             match = min(MAX_MATCH, max(vote.length for vote in alive) + depth)
             share = sum(vote.weight for vote in alive) / total
             survival = parent * self.state.acceptance.rate(match) * share
-            if survival >= MIN_SURVIVAL:
+            if survival >= self.least:
                 child = self.tree.add(token, node, survival, SuffixDrafter.method)
                 self.state.origins[*path, token] = match
                 children.append((child, alive))
@@ -155,6 +159,19 @@ class SuffixDrafter:
             _Growth(tree, context, state).grow(matches)
         return tree
 
+    def extend(self, context: DraftContext, tree: DraftTree) -> None:
+        """What followed the last time the text stood as it would with another drafter's tokens."""
+        state = self._requests.get(context.request_id)
+        if state is None:
+            return
+        least = tree.cutoff(context.max_nodes, MIN_SURVIVAL)
+        for node in range(len(tree)):
+            path = tuple(tree.path_tokens(node))
+            if tree.survival[node] > least and path not in state.origins:
+                matches = state.index.matches([*context.token_ids, *path])
+                if matches:
+                    _Growth(tree, context, state, least).grow(matches, node)
+
     def observe(self, feedback: DraftFeedback) -> None:
         """Counts, along what was really emitted, how often a match of some length was followed as it had been.
 
@@ -165,12 +182,8 @@ class SuffixDrafter:
             return
         path: tuple[int, ...] = ()
         for token in feedback.emitted:
+            # A path may begin with another drafter's tokens, so one that is not ours is no reason to stop.
             asked = [match for known, match in state.origins.items() if known[:-1] == path]
-            if not asked:
-                break
             path = (*path, token)
-            hit = path in state.origins
-            match = max(asked)
-            state.acceptance.record(match, hit)
-            if not hit:
-                break
+            if asked:
+                state.acceptance.record(max(asked), path in state.origins)

@@ -65,6 +65,12 @@ class DraftTree:
             node = self.parents[node]
         return path[::-1]
 
+    def cutoff(self, max_nodes: int, least: float) -> float:
+        """The survival that a further node must exceed to be among the ``max_nodes`` likeliest; at least ``least``."""
+        if len(self) < max_nodes:
+            return least
+        return max(least, sorted(self.survival, reverse=True)[max_nodes - 1])
+
     def path_tokens(self, node: int) -> list[int]:
         return [self.tokens[step] for step in self.ancestors(node)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from engine.sampler.noise import NoiseKey, gumbel_rows
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, HiddenStates
 from engine.spec_decode.medusa import MedusaDrafter
-from engine.spec_decode.tree import ROOT, DraftTree
+from engine.spec_decode.suffix import SuffixDrafter
+from engine.spec_decode.tree import ROOT, DraftTree, merged
 from heads.config import Calibration
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.medusa import MedusaHeads
@@ -180,3 +182,42 @@ def test_a_head_is_the_identity_until_it_is_trained() -> None:
     assert torch.equal(heads(states), states.expand(3, -1, -1))
     parameters = [parameter for parameter in heads.parameters() if isinstance(parameter, nn.Parameter)]
     assert len({parameter.data_ptr() for parameter in parameters}) == len(parameters) == 12
+
+
+def test_candidates_go_on_below_the_nodes_of_others() -> None:
+    """Suffix expects 4, which the heads do not; what the second head says holds below it all the same."""
+    made = drafter(log_rows({5: 0.6, 2: 0.3}, {7: 0.8}))
+    asked = context(max_nodes=5)
+    (own,) = made.propose([asked])
+    other = DraftTree()
+    other.add(4, ROOT, 0.7, "suffix")
+    whole = merged([other, own])
+    made.extend(asked, whole)
+    below = whole.child(whole.child(ROOT, 4) or 0, 7)
+    assert below is not None
+    assert whole.methods[below] == "medusa"
+    assert whole.survival[below] == pytest.approx(0.7 * own.survival[1] / own.survival[0])
+    made.observe(DraftFeedback("r", whole, [4, 7]))
+    made.release("r")
+    made.extend(asked, whole)
+
+
+def test_suffix_goes_on_below_the_nodes_of_heads() -> None:
+    """The text has 1 2 3 4 5 and ends in 1 2; no match follows, but below a drafted 3 there is one."""
+    suffix = SuffixDrafter()
+    tokens = [1, 2, 3, 4, 5, 6, 7, 9, 8]
+    asked = dataclasses.replace(context(), token_ids=tokens)
+    (own,) = suffix.propose([asked])
+    assert len(own) == 0
+    heads = DraftTree()
+    heads.add(3, ROOT, 0.9, "medusa")
+    whole = merged([own, heads])
+    suffix.extend(asked, whole)
+    assert paths(whole)[:3] == [(3,), (3, 4), (3, 4, 5)]
+    assert whole.methods[:3] == ["medusa", "suffix", "suffix"]
+    before = whole.survival[1]
+    for _ in range(20):
+        suffix.observe(DraftFeedback("r", whole, [3, 4, 5]))
+    again = merged([heads])
+    suffix.extend(asked, again)
+    assert again.survival[1] > before
