@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.core import EngineCore
-from engine.errors import RequestFailedError
+from engine.errors import ModelLoadError, RequestFailedError
 from engine.outputs import RequestOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.controller import Controller
@@ -57,15 +57,18 @@ def measure_acceptance(
         for index, prompt in enumerate(prompts)
     ]
     tokens = forwards = 0
+    failure: str | None = None
     try:
         for first in range(0, len(requests), side_by_side):
             for output in _outputs(core, requests[first : first + side_by_side]):
-                if output.finish_reason == "error":
-                    raise RequestFailedError(output.error or "a request of the acceptance test failed")
+                if output.finish_reason == "error":  # the others still run to their end, so that nothing is left
+                    failure = failure or output.error or "a request of the acceptance test failed"
                 tokens += len(output.tokens)
                 forwards += output.is_decode_step
     finally:
         core.scheduler.controller = controller
+    if failure is not None:
+        raise RequestFailedError(failure)
     return Acceptance(tokens, forwards)
 
 
@@ -80,10 +83,15 @@ def self_test(core: EngineCore, config: HeadsConfig) -> Acceptance:
     """Drafts on a few prompts at load and warns of heads that are hardly ever right, with the likely cause.
 
     The prompts come with the heads; heads without any are tried on made-up token ids, on which a model still writes.
+    Of a prompt too long for the context that is served, the end is used. Raises ModelLoadError if the engine fails.
     """
-    prompts = config.self_test or _made_up_prompts(config.vocab_size)
+    room = max(1, core.scheduler.limits.max_model_len - SELF_TEST_TOKENS)
+    prompts = [prompt[-room:] for prompt in config.self_test or _made_up_prompts(config.vocab_size)]
     sampling = SamplingParams(temperature=0.0, max_tokens=SELF_TEST_TOKENS, ignore_eos=True)
-    found = measure_acceptance(core, prompts, sampling, config.method)
+    try:
+        found = measure_acceptance(core, prompts, sampling, config.method)
+    except RequestFailedError as error:
+        raise ModelLoadError(f"the self-test of the {config.method} heads failed: {error}") from error
     baseline = config.baseline.get(HELD_OUT)
     accepted = found.length - 1
     if accepted < _NEAR_ZERO:
@@ -107,5 +115,5 @@ def self_test(core: EngineCore, config: HeadsConfig) -> Acceptance:
     return found
 
 
-def _made_up_prompts(vocab_size: int) -> list[list[int]]:
-    return [[(start + 1) * (step + 1) * 7919 % vocab_size for step in range(12)] for start in range(4)]
+def _made_up_prompts(vocab_size: int) -> list[tuple[int, ...]]:
+    return [tuple((start + 1) * (step + 1) * 7919 % vocab_size for step in range(12)) for start in range(4)]

@@ -18,13 +18,15 @@ from typing import Any, Protocol
 import torch
 import transformers
 import yaml
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from engine.assembly import assemble
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig, TrainingConfig
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
-from engine.errors import HeadTrainingError
+from engine.errors import HeadTrainingError, RequestFailedError
 from engine.linear import pack_linears
 from engine.loading import LoadedModel, load_model
 from engine.loading.heads import output_head
@@ -95,9 +97,15 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
     Raises ModelLoadError for the model, HeadTrainingError for settings, prompts or files that cannot be used.
     """
     try:
-        return _train_heads(job, watch)
-    except HeadsError as error:
+        (job.folder / WORK).mkdir(parents=True, exist_ok=True)
+        with FileLock(job.folder / WORK / "lock", timeout=0):
+            return _train_heads(job, watch)
+    except Timeout as error:
+        raise HeadTrainingError(f"another run is at work in {job.folder}") from error
+    except (HeadsError, RequestFailedError) as error:
         raise HeadTrainingError(str(error)) from error
+    except (OSError, SafetensorError) as error:  # a full disk, a folder that cannot be written
+        raise HeadTrainingError(f"{job.folder} cannot be written or read: {error}") from error
 
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:

@@ -49,13 +49,14 @@ def load_heads(folder: Path) -> LoadedHeads:
     config = HeadsConfig.read(folder)
     if config.method != "medusa":
         raise HeadsError(f"{folder} holds heads of the method {config.method!r}; medusa is the one there is")
-    heads = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+    with torch.device("meta"):  # sizes alone: a config.json that lies about them must not take memory for them
+        heads = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
     try:
         weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
         raise HeadsError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
     _require_fitting(weights, heads, folder)
-    heads.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
+    heads.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     return LoadedHeads(folder, config, heads.eval().requires_grad_(False), _draft_vocab(folder, config))
 
 

@@ -6,9 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jsonschema
+from jsonschema.validators import extend
 
 from heads.errors import HeadsError
 
@@ -18,6 +19,7 @@ CONFIG_FILE = "config.json"
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
 
 _COUNT = {"type": "integer", "minimum": 1}
+_FEW = {"type": "integer", "minimum": 1, "maximum": 64}
 _RATES = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -25,8 +27,8 @@ _SCHEMA: dict[str, Any] = {
     "properties": {
         "format": {"const": FORMAT},
         "method": {"type": "string"},
-        "num_heads": _COUNT,
-        "num_layers": _COUNT,
+        "num_heads": _FEW,
+        "num_layers": _FEW,
         "hidden_size": _COUNT,
         "vocab_size": _COUNT,
         "draft_vocab": {"type": ["string", "null"], "pattern": "^[^/\\\\]+$"},
@@ -42,9 +44,16 @@ _SCHEMA: dict[str, Any] = {
             "required": ["edges", "rates"],
             "properties": {"edges": _RATES, "rates": {"type": "array", "items": _RATES}},
         },
-        "self_test": {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}}},
+        "self_test": {
+            "type": "array",
+            "items": {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}},
+        },
     },
 }
+_DRAFT = jsonschema.Draft202012Validator
+# JSON Schema takes 2.0 for an integer; a number of heads or a token id that is a float would fail later.
+_INTEGERS = _DRAFT.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
+_VALIDATOR = extend(_DRAFT, type_checker=_INTEGERS)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +108,8 @@ class HeadsConfig:
         """Raises HeadsError if there is no such file or it does not describe heads."""
         path = folder / CONFIG_FILE
         try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            jsonschema.validate(raw, _SCHEMA)
+            raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
+            _VALIDATOR(_SCHEMA).validate(raw)
         except OSError as error:
             raise HeadsError(
                 f"{folder} is not a folder of heads: {path.name} cannot be read ({error.strerror})"
@@ -115,6 +124,8 @@ class HeadsConfig:
             raise HeadsError(
                 f"{path}: calibration must hold, for each head, one rate a bucket of ascending edges up to 1"
             )
+        if any(token >= raw["vocab_size"] for prompt in raw.get("self_test", ()) for token in prompt):
+            raise HeadsError(f"{path}: self_test must hold token ids below {raw['vocab_size']}")
         return cls(
             method=raw["method"],
             num_heads=raw["num_heads"],
@@ -134,6 +145,10 @@ def _is_whole(raw: Mapping[str, Any], num_heads: int) -> bool:
     edges, rates = raw["edges"], raw["rates"]
     shaped = len(rates) == num_heads and all(len(row) == len(edges) for row in rates)
     return bool(shaped and edges and edges == sorted(set(edges)) and edges[-1] == 1)
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
 
 
 def _calibration(raw: Mapping[str, Any]) -> Calibration:

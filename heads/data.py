@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from heads.errors import HeadsError
@@ -79,8 +80,8 @@ class AnswerStore:
         return self._shard(index).exists()
 
     def count_tokens(self, index: int) -> int:
-        """Answer tokens in a shard, without reading them."""
-        with safe_open(self._shard(index), framework="pt") as shard:
+        """Answer tokens in a shard, without reading them. Raises HeadsError for a damaged one."""
+        with _opened(self._shard(index)) as shard:
             return int(shard.get_slice("tokens").get_shape()[0])
 
     def write(self, index: int, answers: Sequence[Answer]) -> None:
@@ -100,7 +101,8 @@ class AnswerStore:
         os.replace(partial, self._shard(index))
 
     def read(self, index: int) -> list[Answer]:
-        with safe_open(self._shard(index), framework="pt") as shard:
+        """Raises HeadsError for a damaged shard."""
+        with _opened(self._shard(index)) as shard:
             data = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a dict
         tokens = data["tokens"].split(data["lengths"].tolist())
         states = data["states"].split(data["lengths"].tolist())
@@ -119,6 +121,15 @@ class AnswerStore:
             answers += self.read(index)
             index += 1
         return answers
+
+
+@contextmanager
+def _opened(shard: Path) -> Iterator[Any]:
+    try:
+        with safe_open(shard, framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise HeadsError(f"{shard} is damaged ({error}); remove it to have its answers written again") from error
 
 
 @dataclass(frozen=True, slots=True)

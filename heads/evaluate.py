@@ -33,16 +33,17 @@ class Evaluation:
 def evaluate(heads: MedusaHeads, lm_head: DraftLmHead, answers: Sequence[Answer]) -> Evaluation:
     """A token outside the draft vocabulary counts as missed. Head k's calibration counts the positions at which all
     heads before it had the right token among their candidates, since only there its own candidates are verified."""
-    edges = torch.tensor(CONFIDENCE_EDGES)
+    device = lm_head.linear.weight.device
+    edges = torch.tensor(CONFIDENCE_EDGES, device=device)
     buckets = len(edges)
-    tried = torch.zeros(heads.num_heads, buckets)
+    tried = torch.zeros(heads.num_heads, buckets, device=device)
     right, confidence = torch.zeros_like(tried), torch.zeros_like(tried)
-    hits = torch.zeros(heads.num_heads, len(TOP))
-    seen = torch.zeros(heads.num_heads)
+    hits = torch.zeros(heads.num_heads, len(TOP), device=device)
+    seen = torch.zeros(heads.num_heads, device=device)
     for part in _parts(answers):
         batch = make_batch(part, lm_head)
-        rows = torch.arange(len(batch.states))
-        reached = torch.ones(len(rows), dtype=torch.bool)
+        rows = torch.arange(len(batch.states), device=device)
+        reached = torch.ones_like(rows, dtype=torch.bool)
         for depth, head in enumerate(heads.heads, start=1):
             within = rows + depth < batch.ends
             truth = batch.targets[(rows + depth).clamp_max(len(rows) - 1)]
@@ -58,7 +59,7 @@ def evaluate(heads: MedusaHeads, lm_head: DraftLmHead, answers: Sequence[Answer]
             right[depth - 1] += torch.bincount(bucket, matches[counted].flatten().float(), minlength=buckets)
             confidence[depth - 1] += torch.bincount(bucket, top.values[counted].flatten(), minlength=buckets)
             reached &= matches.any(dim=1)
-    middle = (edges + torch.cat([torch.zeros(1), edges[:-1]])) / 2
+    middle = (edges + torch.cat([edges.new_zeros(1), edges[:-1]])) / 2
     assumed = torch.where(tried > 0, confidence / tried.clamp_min(1), middle)
     rates = (right + _PRIOR * assumed) / (tried + _PRIOR)
     share = hits / seen.clamp_min(1)[:, None]

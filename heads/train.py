@@ -146,9 +146,10 @@ class _Run:
             return 0
         try:
             saved = torch.load(path, weights_only=True)
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise HeadsError(f"{path} cannot be read ({error}); remove it to start again") from error
-        if saved["fingerprint"] != self._fingerprint:
+            fingerprint = saved["fingerprint"]
+        except (OSError, RuntimeError, EOFError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            raise HeadsError(f"{path} is not a checkpoint of a run; remove it to start again") from error
+        if fingerprint != self._fingerprint:
             raise HeadsError(f"{path} belongs to a run with other answers or settings; remove it to start again")
         self._heads.load_state_dict(saved["heads"])
         self._optimizer.load_state_dict(saved["optimizer"])

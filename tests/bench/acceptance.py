@@ -31,7 +31,7 @@ from engine.sampling_params import SamplingParams  # noqa: E402
 from server.bench.datasets import load_dataset  # noqa: E402
 from server.tokenizer import Tokenizer  # noqa: E402
 
-DRAFTERS = (("suffix",), ("medusa",), ("suffix", "medusa"))
+DRAFTERS = ("suffix", "medusa", "suffix,medusa")
 
 
 def main() -> None:
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=16)
     parser.add_argument("--clients", type=int, default=8, help="prompts answered side by side")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.0])
+    parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="each a list such as suffix,medusa")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     dataset = load_dataset(options.dataset, options.n)
@@ -54,7 +55,7 @@ def main() -> None:
     rows = [
         (names, temperature, coupling)
         for temperature in options.temperatures
-        for names in DRAFTERS
+        for names in (tuple(text.split(",")) for text in options.drafters)
         for coupling in ((True, False) if temperature and "medusa" in names else (True,))
     ]
     settings = [

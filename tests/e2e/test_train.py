@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 import yaml
+from filelock import FileLock
 from running_server import running_server
 from tiny_engine import Sizes, tiny_core
 from tiny_folder import write_prompts, write_tiny_model
@@ -190,6 +191,19 @@ def test_what_cannot_be_done_is_one_line(
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("headlong: ")
     assert reason in result.stderr.replace("\n", " ")
+
+
+def test_a_folder_that_cannot_be_used_is_one_line(folders: Folders, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    result = train(folders, tmp_path / "file")
+    assert result.returncode == 1
+    assert "headlong: " in result.stderr
+    assert "Traceback" not in result.stderr
+    (tmp_path / "busy" / WORK).mkdir(parents=True)
+    with FileLock(tmp_path / "busy" / WORK / "lock"):
+        result = train(folders, tmp_path / "busy")
+    assert result.returncode == 1
+    assert "another run is at work" in result.stderr.replace("\n", " ")
 
 
 def test_prompts_that_cannot_be_read_are_one_line(folders: Folders, tmp_path: Path) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 
 import pytest
 from tiny_engine import VOCAB, HostileDrafter, ScriptedDrafter, Sizes, assert_all_free, tiny_core
 
-from engine.draft_test import measure_acceptance, self_test
-from engine.errors import RequestFailedError
+from engine.batch import Batch
+from engine.draft_test import SELF_TEST_TOKENS, measure_acceptance, self_test
+from engine.errors import ModelLoadError, RequestFailedError
+from engine.model_runner import ForwardResult
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import DraftContext
 from engine.spec_decode.tree import ROOT, DraftTree
@@ -90,6 +93,47 @@ def test_tokens_and_forwards_are_counted_as_the_acceptance_length_wants() -> Non
 def test_hostile_drafts_end_it_no_differently() -> None:
     core = tiny_core("llama", [HostileDrafter(1)])
     assert measure_acceptance(core, PROMPTS, GREEDY).tokens == 24
+    assert_all_free(core)
+
+
+def test_a_prompt_longer_than_the_context_is_cut(caplog: pytest.LogCaptureFixture) -> None:
+    """A server with a small context must not take its own limit for bad heads."""
+    core = tiny_core("llama", [EveryToken()], SIZES)
+    long = tuple(range(3, 50)) * 4
+    assert len(long) > core.scheduler.limits.max_model_len
+    found = self_test(core, dataclasses.replace(config(), self_test=(long,)))
+    assert found.tokens == SELF_TEST_TOKENS
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_heads_without_prompts_are_tried_on_made_up_ones() -> None:
+    found = self_test(tiny_core("llama", [EveryToken()], SIZES), dataclasses.replace(config(), self_test=()))
+    assert found.tokens == 4 * SELF_TEST_TOKENS
+    assert found.length > 1.5
+
+
+def test_a_self_test_that_fails_refuses_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tiny_core("llama", [EveryToken()], SIZES)
+    monkeypatch.setattr(core._runner, "forward", lambda batch: (_ for _ in ()).throw(ValueError("broken")))
+    with pytest.raises(ModelLoadError, match="self-test of the medusa heads failed: ValueError: broken"):
+        self_test(core, config())
+
+
+def test_when_one_request_fails_the_others_are_not_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = tiny_core("llama")
+    controller, forward, calls = core.scheduler.controller, core._runner.forward, []
+
+    def fails_once(batch: Batch) -> ForwardResult:
+        calls.append(batch)
+        if len(calls) == 3:
+            raise ValueError("broken")
+        return forward(batch)
+
+    monkeypatch.setattr(core._runner, "forward", fails_once)
+    with pytest.raises(RequestFailedError, match="broken"):
+        measure_acceptance(core, PROMPTS, GREEDY)
+    assert len(calls) > 10, "the other request ran to its end"
+    assert core.scheduler.controller is controller
     assert_all_free(core)
 
 

@@ -67,6 +67,24 @@ def test_it_stops_once_there_are_tokens_enough(tmp_path: Path) -> None:
     assert writer.calls == [4, 4]
 
 
+def test_a_damaged_shard_is_named_and_written_again_once_removed(tmp_path: Path) -> None:
+    store = AnswerStore(tmp_path, PLAN)
+    collected(store, Writer())
+    damaged = tmp_path / "answers-00001.safetensors"
+    whole = damaged.read_bytes()
+    for junk in (b"", b"junk", whole[: len(whole) // 2]):
+        damaged.write_bytes(junk)
+        for use in (lambda: collected(store, Writer()), store.read_all):
+            with pytest.raises(HeadsError, match=r"answers-00001\.safetensors is damaged") as refused:
+                use()
+            assert "\n" not in str(refused.value)
+    damaged.unlink()
+    again = Writer()
+    collected(store, again)
+    assert again.calls == [4]
+    assert damaged.read_bytes() == whole
+
+
 def test_answers_of_another_plan_are_not_mixed_in(tmp_path: Path) -> None:
     AnswerStore(tmp_path, PLAN)
     AnswerStore(tmp_path, dict(PLAN))
