@@ -171,8 +171,8 @@ def _collect(job: TrainJob, loaded: LoadedModel, store: AnswerStore, asks: Seque
     generator = _Generator(job, loaded, watch)
 
     def progress(done: Collected) -> None:
-        generator.stored = done.tokens
-        watch.advance("answers", done.tokens, job.settings.answers.tokens, f"{done.answers} answers")
+        generator.stored, total = done.tokens, job.settings.answers.tokens
+        watch.advance("answers", min(done.tokens, total), total, f"{done.answers} answers")
 
     collect(
         store,

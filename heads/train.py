@@ -11,7 +11,6 @@ import hashlib
 import json
 import math
 import os
-import pickle
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -147,7 +146,7 @@ class _Run:
         try:
             saved = torch.load(path, weights_only=True)
             fingerprint = saved["fingerprint"]
-        except (OSError, RuntimeError, EOFError, LookupError, TypeError, pickle.UnpicklingError) as error:
+        except Exception as error:  # a damaged file makes the unpickler fail in any way
             raise HeadsError(f"{path} is not a checkpoint of a run; remove it to start again") from error
         if fingerprint != self._fingerprint:
             raise HeadsError(f"{path} belongs to a run with other answers or settings; remove it to start again")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from server.bench.datasets import DatasetError, load_dataset
 from server.training.config import PromptSection
-from server.training.prompts import Prompt, built_in_prompts, excluding, read_prompts
+from server.training.prompts import Prompt, PromptError, built_in_prompts, excluding, read_prompts
 
 # Their prompts measure the heads, so nothing trains on them.
 BENCHMARKS = ("mt-bench", "humaneval", "edits")
@@ -24,4 +24,7 @@ def training_prompts(section: PromptSection) -> list[Prompt]:
             benchmarks += load_dataset(name).prompts
         except DatasetError:  # not installed, so it cannot have been used to measure either
             continue
-    return excluding(prompts, benchmarks)
+    kept = excluding(prompts, benchmarks)
+    if not kept:
+        raise PromptError(f"every prompt of {section.file} is one of a benchmark, and those measure the heads")
+    return kept

@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, VOCAB, request, run, tiny_core, tiny_model
+from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, request, run, tiny_core, tiny_model
 
 from engine.assembly import assemble
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.errors import RequestFailedError
-from engine.head_training import draft_vocab
 from engine.loading import LoadedModel
 from engine.model_runner import ModelRunner
+from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
-from heads.data import Answer, Ask, first_loop
+from heads.data import Ask, first_loop
 from heads.settings import AnswerSettings
 
 
@@ -53,7 +53,7 @@ def test_each_state_is_the_one_that_chose_its_token(architecture: str) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma3"])
-def test_answers_are_what_a_client_would_get(architecture: str) -> None:
+def test_answers_are_what_a_client_would_get(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same tokens as plain requests, up to a loop; whatever runs beside them, preemption included."""
     core = tiny_core(architecture)
     wanted = run(
@@ -64,12 +64,22 @@ def test_answers_are_what_a_client_would_get(architecture: str) -> None:
         ],
     )
     small = generator(architecture, seqs=9, memory=30_000)
+    preemptions: list[int] = []
+    step = small.core.step
+
+    def counting() -> StepOutput:
+        done = step()
+        preemptions.append(done.stats.preemptions)
+        return done
+
+    monkeypatch.setattr(small.core, "step", counting)
     for made in (generator(architecture, seqs=1), generator(architecture, seqs=9), small):
         for index, answer in enumerate(made(ASKS)):
             ids = wanted[f"r{index}"].ids
             cut = first_loop(ids)
             assert list(answer.tokens) == (ids if cut is None else ids[:cut])
             assert len(answer.states) == len(answer.tokens)
+    assert sum(preemptions) > 0, "the small pool was large enough"
 
 
 def test_a_loop_is_cut_and_the_request_ends_early() -> None:
@@ -110,15 +120,3 @@ def test_the_plan_tells_runs_apart() -> None:
     assert plan != answer_plan("other", ASKS, settings)
     assert plan != answer_plan("model", ASKS[1:], settings)
     assert plan != answer_plan("model", ASKS, AnswerSettings(max_tokens=5))
-
-
-def test_a_draft_vocabulary_holds_what_it_must_then_what_is_frequent() -> None:
-    answer = Answer(Ask((1,), 0.0, 1), (9, 9, 9, 7, 7, 3), torch.zeros(6, 2))
-    found = draft_vocab([answer], [50, 2], 4, VOCAB)
-    assert found is not None
-    assert found.tolist() == [2, 7, 9, 50]
-    filled = draft_vocab([answer], [50], 6, VOCAB)
-    assert filled is not None
-    assert filled.tolist() == [0, 1, 3, 7, 9, 50]
-    assert draft_vocab([answer], [50], 0, VOCAB) is None
-    assert draft_vocab([answer], [50], VOCAB, VOCAB) is None

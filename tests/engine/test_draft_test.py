@@ -7,16 +7,21 @@ import logging
 from collections.abc import Sequence
 
 import pytest
-from tiny_engine import VOCAB, HostileDrafter, ScriptedDrafter, Sizes, assert_all_free, tiny_core
+import torch
+from tiny_engine import VOCAB, HostileDrafter, ScriptedDrafter, Sizes, assert_all_free, tiny_core, tiny_model
 
 from engine.batch import Batch
 from engine.draft_test import SELF_TEST_TOKENS, measure_acceptance, self_test
 from engine.errors import ModelLoadError, RequestFailedError
+from engine.loading.heads import output_head
 from engine.model_runner import ForwardResult
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import DraftContext
+from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.config import BaseModel, HeadsConfig
+from heads.lm_head import DraftLmHead
+from heads.medusa import MedusaHeads
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 PROMPTS = [(3, 4, 5), (6, 7)]
@@ -74,6 +79,20 @@ def test_heads_that_are_never_right_are_a_warning_with_the_likely_cause(caplog: 
     assert level == logging.WARNING
     assert "trained on other weights" in message
     assert "hidden state" in message
+
+
+def test_real_heads_with_random_weights_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    heads = MedusaHeads(32, 3)
+    torch.manual_seed(0)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=3.0)  # so large that nothing of the state is left
+    drafter = MedusaDrafter(heads, DraftLmHead(output_head(tiny_model("llama")), None))
+    core = tiny_core("llama", [drafter], Sizes(max_draft_tokens=1))  # of 61 tokens one is tried
+    with caplog.at_level(logging.INFO, "headlong.engine"):
+        found = self_test(core, dataclasses.replace(config(), self_test=()))
+    assert found.length < 1.05
+    assert "hardly ever right" in caplog.text
+    assert_all_free(core)
 
 
 def test_heads_far_below_what_they_reached_in_training_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, VOCAB, tiny_model
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, PreTrainedModel
 
+from engine import assembly
 from engine.assembly import make_drafters
 from engine.config import SpeculationConfig
 from engine.errors import ModelLoadError
@@ -17,6 +21,7 @@ from engine.loading import LoadedModel
 from engine.loading.heads import find_heads, output_head, require_heads_folder
 from heads.checkpoint import save_heads
 from heads.config import BaseModel, HeadsConfig
+from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
 DIGEST = "0" * 64
@@ -99,6 +104,20 @@ def test_which_drafters_there_are(
     assert make_drafters(SpeculationConfig(drafters=drafters, heads=folder), loaded()).methods == expected
 
 
+@pytest.mark.parametrize(
+    ("drafters", "expected"),
+    [(None, ("suffix", "medusa")), (("suffix",), ("suffix",)), (("medusa",), ("medusa",))],
+)
+def test_heads_that_come_along_are_on_by_default_and_can_be_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafters: tuple[str, ...] | None, expected: tuple[str, ...]
+) -> None:
+    write(tmp_path / "llama")
+    monkeypatch.setattr(assembly, "find_heads", functools.partial(find_heads, pretrained=tmp_path))
+    made = make_drafters(SpeculationConfig(drafters=drafters), loaded())
+    assert made.methods == expected
+    assert (made.heads is not None) == ("medusa" in expected), "heads that draft nothing are not tried at load"
+
+
 def test_drafters_that_contradict_the_heads_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="names medusa, but there are no medusa heads for llama"):
         make_drafters(SpeculationConfig(drafters=("suffix", "medusa")), loaded())
@@ -112,14 +131,36 @@ def test_without_speculation_no_heads_are_read() -> None:
     assert make_drafters(SpeculationConfig(enabled=False, heads="/absent"), loaded()).methods == ()
 
 
+def states_and_logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the model's own forward pass makes of a few tokens: after the last norm, and after its head."""
+    any_model: Any = model
+    kept, attention = [], model.config._attn_implementation
+    handle = any_model.get_output_embeddings().register_forward_pre_hook(lambda _, given: kept.append(given[0][0]))
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            logits = any_model(input_ids=torch.tensor([[3, 9, 27, 4]]), use_cache=False).logits[0]
+    finally:
+        handle.remove()
+        model.set_attn_implementation(attention)
+    return kept[0], logits
+
+
+def assert_shared(model: PreTrainedModel, token_ids: torch.Tensor | None) -> None:
+    shared = DraftLmHead(output_head(model), token_ids)
+    states, logits = states_and_logits(model)
+    wanted = logits if token_ids is None else logits[:, token_ids]
+    torch.testing.assert_close(shared(states.float()), wanted.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("token_ids", [None, torch.tensor([1, 4, 5, 40, 60])], ids=["whole", "reduced"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_shared_head_computes_the_models_own_logits(architecture: str) -> None:
-    """Gemma scales or caps its logits in some sizes; what is shared must follow."""
+def test_the_shared_head_computes_the_models_own_logits(architecture: str, token_ids: torch.Tensor | None) -> None:
     model = tiny_model(architecture)
     before = model.config._attn_implementation
-    head = output_head(model)
+    assert output_head(model).weight.shape == (VOCAB, 32)
     assert model.config._attn_implementation == before
-    assert head.weight.shape == (VOCAB, 32)
+    assert_shared(model, token_ids)
 
 
 def test_a_head_that_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +171,6 @@ def test_a_head_that_computes_something_else_is_refused(monkeypatch: pytest.Monk
 
 
 def test_softcap_and_scale_are_read_from_the_configuration() -> None:
-    from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config
-
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -147,5 +186,7 @@ def test_softcap_and_scale_are_read_from_the_configuration() -> None:
     torch.manual_seed(0)
     gemma = AutoModelForCausalLM.from_config(Gemma2Config(**sizes, final_logit_softcapping=0.5)).eval()
     assert output_head(gemma).softcap == 0.5
+    assert_shared(gemma, torch.tensor([2, 7, 8]))
     cohere = AutoModelForCausalLM.from_config(CohereConfig(**sizes, logit_scale=0.25)).eval()
     assert output_head(cohere).scale == 0.25
+    assert_shared(cohere, torch.tensor([2, 7, 8]))

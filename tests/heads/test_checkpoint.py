@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from heads.checkpoint import WEIGHTS_FILE, load_heads, save_heads
+from heads.checkpoint import PRETRAINED, RUN_FILE, WEIGHTS_FILE, load_heads, save_heads
 from heads.config import BaseModel, Calibration, HeadsConfig
 from heads.errors import HeadsError
 from heads.medusa import MedusaHeads
@@ -57,6 +57,15 @@ def test_heads_are_loaded_as_they_were_saved(folder: Path) -> None:
         "heads.safetensors",
         "run.yaml",
     ]
+
+
+@pytest.mark.parametrize("shipped", sorted(PRETRAINED.glob("*/")), ids=lambda path: path.name)
+def test_the_heads_that_come_along_are_whole(shipped: Path) -> None:
+    loaded = load_heads(shipped)
+    assert loaded.config.self_test
+    assert loaded.config.calibration is not None
+    assert loaded.config.baseline["held-out"] > 1.0
+    assert (shipped / RUN_FILE).exists()
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:

@@ -1,0 +1,223 @@
+"""The stages of ``headlong train`` on a tiny model: what they leave, and what they refuse in one sentence."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from filelock import FileLock
+from tiny_engine import EOS, VOCAB
+from tiny_folder import write_tiny_model
+
+from engine.config import EngineConfig, ModelConfig, TrainingConfig
+from engine.distill import AnswerGenerator
+from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
+from engine.head_training import WORK, Material, TrainJob, TrainReport, draft_vocab, train_heads
+from heads.checkpoint import WEIGHTS_FILE, load_heads
+from heads.data import Answer, AnswerStore, Ask, held_out
+from heads.settings import AnswerSettings, TrainSettings
+from heads.train import CHECKPOINT_FILE
+
+SETTINGS = TrainingConfig(
+    AnswerSettings(tokens=900, max_tokens=16, shard_size=20, concurrency=16),
+    TrainSettings(num_heads=2, num_layers=1, draft_vocab=50, epochs=2, batch_tokens=64, checkpoint_steps=10),
+)
+
+
+def prompts(count: int, seed: int = 1) -> list[tuple[int, ...]]:
+    draw = random.Random(seed)
+    return [tuple(draw.randrange(1, EOS) for _ in range(draw.randint(3, 8))) for _ in range(count)]
+
+
+class Watched:
+    """Remembers what it is told."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, list[tuple[int, int]]] = {}
+
+    def line(self, text: str) -> None:
+        assert "\n" not in text
+
+    def advance(self, stage: str, done: int, total: int, note: str) -> None:
+        self.stages.setdefault(stage, []).append((done, total))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-model")
+
+
+def job(model: Path, folder: Path, material: Material | None = None) -> TrainJob:
+    given = material or Material(prompts(80), [EOS])
+    engine = EngineConfig(device="cpu", kv_cache_memory=8 << 20)
+    return TrainJob(ModelConfig(str(model)), folder, lambda path: given, engine, SETTINGS, {"command": ["headlong"]})
+
+
+def changed(whole: TrainJob, **changes: object) -> TrainJob:
+    """Settings of the answers or of the training, by name."""
+    answers = {name: value for name, value in changes.items() if hasattr(SETTINGS.answers, name)}
+    training = {name: value for name, value in changes.items() if name not in answers}
+    settings = TrainingConfig(
+        dataclasses.replace(SETTINGS.answers, **answers),  # type: ignore[arg-type]
+        dataclasses.replace(SETTINGS.training, **training),  # type: ignore[arg-type]
+    )
+    return dataclasses.replace(whole, settings=settings)
+
+
+@pytest.fixture(scope="module")
+def done(model: Path) -> tuple[Path, TrainReport, Watched]:
+    """A folder of heads; tests copy it before they change anything."""
+    watched = Watched()
+    folder = model.parent / "heads"
+    return folder, train_heads(job(model, folder), watched), watched
+
+
+@pytest.fixture
+def folder(done: tuple[Path, TrainReport, Watched], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(done[0], tmp_path / "heads"))
+
+
+def test_what_a_run_leaves(done: tuple[Path, TrainReport, Watched], model: Path) -> None:
+    folder, report, _ = done
+    found = load_heads(folder)
+    assert found.config.base_model.name == "tiny-model"
+    assert (found.config.hidden_size, found.config.vocab_size, found.config.num_heads) == (32, VOCAB, 2)
+    assert found.token_ids is not None
+    assert len(found.token_ids) == 50
+    assert EOS in found.token_ids
+    assert found.config.baseline == {"held-out": pytest.approx(report.acceptance_length, abs=1e-3)}
+    assert found.config.calibration is not None
+    assert found.config.self_test
+    assert set(found.config.self_test) <= {prompt for prompt in prompts(80) if held_out(prompt)}
+    answers = AnswerStore(folder / WORK / "answers", json.loads((folder / WORK / "answers/answers.json").read_text()))
+    stored = answers.read_all()
+    assert len(stored) == 80
+    run = yaml.safe_load((folder / "run.yaml").read_text())
+    assert run["data"]["held_out_tokens"] == sum(len(one.tokens) for one in stored if one.is_held_out)
+    assert run["data"]["training_tokens"] == found.config.trained["tokens"]
+    assert run["command"] == ["headlong"]
+    assert str(model.parent) not in (folder / "config.json").read_text(), "what is given on must not tell of a machine"
+
+
+def test_progress_ends_where_it_said_it_would(done: tuple[Path, TrainReport, Watched]) -> None:
+    answers, training = done[2].stages["answers"], done[2].stages["training"]
+    assert answers[-1] == (SETTINGS.answers.tokens, SETTINGS.answers.tokens)
+    assert all(count <= total for count, total in answers)
+    assert [count for count, _ in training] == list(range(1, training[-1][1] + 1))
+
+
+def test_a_finished_run_is_made_again_without_work(folder: Path, model: Path) -> None:
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+    watched = Watched()
+    train_heads(job(model, folder), watched)
+    assert "training" not in watched.stages
+    assert {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"max_tokens": 12}, r"holds answers of another run \(max_tokens was 16, is 12\)"),
+        ({"shard_size": 10}, r"holds answers of another run \(shard_size"),
+        ({"temperatures": (0.5,)}, r"holds answers of another run \(asks"),
+        ({"seed": 3}, r"holds answers of another run \(asks"),
+        ({"learning_rate": 0.5}, "other answers or settings"),
+        ({"num_heads": 3}, "other answers or settings"),
+        ({"draft_vocab": 40}, "other answers or settings"),
+        ({"max_tokens": 96}, "no prompt leaves room for an answer"),
+    ],
+)
+def test_a_folder_of_another_run_is_refused(folder: Path, model: Path, changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(HeadTrainingError, match=reason) as refused:
+        train_heads(changed(job(model, folder), **changes), Watched())
+    assert "\n" not in str(refused.value)
+
+
+def damaged(*path: str) -> Callable[[Path], None]:
+    return lambda folder: folder.joinpath(WORK, *path).write_bytes(b"junk") and None
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (damaged(CHECKPOINT_FILE), "checkpoint.pt is not a checkpoint"),
+        (damaged("answers", "answers-00001.safetensors"), "answers-00001.safetensors is damaged"),
+        (damaged("answers", "answers.json"), "cannot be used for training answers"),
+    ],
+)
+def test_damaged_files_are_named(folder: Path, model: Path, damage: Callable[[Path], None], reason: str) -> None:
+    damage(folder)
+    with pytest.raises(HeadTrainingError, match=reason) as refused:
+        train_heads(job(model, folder), Watched())
+    assert "\n" not in str(refused.value)
+
+
+def test_prompts_too_few_to_hold_some_out_are_refused(model: Path, tmp_path: Path) -> None:
+    for kept in (True, False):
+        few = [prompt for prompt in prompts(200) if held_out(prompt) is kept][:5]
+        with pytest.raises(HeadTrainingError, match="5 answers are too few to train on some and test on others"):
+            train_heads(job(model, tmp_path / str(kept), Material(few, [])), Watched())
+
+
+def test_prompts_that_leave_no_room_are_left_out(model: Path, tmp_path: Path) -> None:
+    long = [tuple(range(1, 60)) * 2, ()]
+    train_heads(job(model, tmp_path, Material([*long, *prompts(80)], [])), Watched())
+    stored = sum(path.suffix == ".safetensors" for path in (tmp_path / WORK / "answers").iterdir())
+    assert stored == 4
+
+
+def test_a_model_that_is_not_there_is_refused_as_one(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        train_heads(job(tmp_path / "absent", tmp_path / "out"), Watched())
+
+
+def test_a_folder_that_cannot_be_used_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadTrainingError, match="file"):
+        train_heads(job(model, tmp_path / "file"), Watched())
+    (tmp_path / "heads" / WEIGHTS_FILE).mkdir(parents=True)
+    with pytest.raises(HeadTrainingError, match=WEIGHTS_FILE):
+        train_heads(job(model, tmp_path / "heads"), Watched())
+
+
+def test_two_runs_do_not_share_a_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / WORK).mkdir()
+    with (
+        FileLock(tmp_path / WORK / "lock"),
+        pytest.raises(HeadTrainingError, match="another run is at work in"),
+    ):
+        train_heads(job(model, tmp_path), Watched())
+
+
+def test_a_fault_of_the_engine_is_told_and_leaves_no_shard(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: AnswerGenerator, asks: list[Ask]) -> list[Answer]:
+        raise RequestFailedError("logits are not finite")
+
+    monkeypatch.setattr(AnswerGenerator, "__call__", fails)
+    with pytest.raises(HeadTrainingError, match="logits are not finite"):
+        train_heads(job(model, tmp_path), Watched())
+    assert [path.name for path in (tmp_path / WORK / "answers").iterdir()] == ["answers.json"]
+
+
+def test_a_draft_vocabulary_holds_what_it_must_then_what_is_frequent() -> None:
+    answer = Answer(Ask((1,), 0.0, 1), (9, 9, 9, 7, 7, 3), torch.zeros(6, 2))
+    found = draft_vocab([answer], [50, 2], 4, VOCAB)
+    assert found is not None
+    assert found.tolist() == [2, 7, 9, 50]
+    filled = draft_vocab([answer], [50], 6, VOCAB)
+    assert filled is not None
+    assert filled.tolist() == [0, 1, 3, 7, 9, 50]
+    cut = draft_vocab([answer], [50, 2, 8], 2, VOCAB)
+    assert cut is not None
+    assert cut.tolist() == [2, 50]
+    assert draft_vocab([answer], [50], 0, VOCAB) is None
+    assert draft_vocab([answer], [50], VOCAB, VOCAB) is None
