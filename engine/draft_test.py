@@ -46,12 +46,14 @@ def measure_acceptance(
     core.scheduler.controller = Controller(None)
     # So many that the whole tree of each fits into every step: a tree without room would count as a plain step.
     side_by_side = max(1, limits.max_num_batched_tokens // (1 + limits.max_draft_tokens))
+    room = max(0, limits.max_num_batched_tokens - 1)
     requests = [
         EngineRequest(
             f"{_SALT} {index}",
             tuple(prompt),
             dataclasses.replace(sampling, seed=sampling.seed + index),
-            SpeculationParams(method=method),
+            # No more nodes than a step has room for beside the root.
+            SpeculationParams(method=method, max_draft_tokens=min(limits.max_draft_tokens, room)),
             cache_salt=_SALT,
         )
         for index, prompt in enumerate(prompts)

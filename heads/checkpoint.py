@@ -88,7 +88,7 @@ def _draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:
             raise ValueError(f"it must be a list of token ids below {config.vocab_size}")
         if sorted(set(ids)) != ids:
             raise ValueError("its ids must be ascending and distinct")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HeadsError(f"{path} is not a draft vocabulary: {error}") from error
     return torch.tensor(ids)
 

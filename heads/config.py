@@ -18,7 +18,7 @@ HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
 CONFIG_FILE = "config.json"
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
 
-_COUNT = {"type": "integer", "minimum": 1}
+_COUNT = {"type": "integer", "minimum": 1, "maximum": 1 << 24}
 _FEW = {"type": "integer", "minimum": 1, "maximum": 64}
 _RATES = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
 _SCHEMA: dict[str, Any] = {
@@ -38,7 +38,7 @@ _SCHEMA: dict[str, Any] = {
             "properties": {"name": {"type": "string"}, "digest": {"type": "string"}, "hidden": {"const": HIDDEN}},
         },
         "trained": {"type": "object"},
-        "baseline": {"type": "object", "additionalProperties": {"type": "number", "minimum": 1}},
+        "baseline": {"type": "object", "additionalProperties": {"type": "number", "minimum": 1, "maximum": 1000}},
         "calibration": {
             "type": "object",
             "required": ["edges", "rates"],
@@ -114,7 +114,7 @@ class HeadsConfig:
             raise HeadsError(
                 f"{folder} is not a folder of heads: {path.name} cannot be read ({error.strerror})"
             ) from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise HeadsError(f"{path} is not JSON: {error}") from error
         except jsonschema.ValidationError as error:
             where = "/".join(map(str, error.absolute_path)) or "the file"

@@ -41,12 +41,16 @@ def choice_margin(target: TargetRow, sampling: SamplingParams, key: NoiseKey, to
         return margin
     margin = min(margin, boundary_distance(target, filters, token))
     outsiders = (~survived & (target.unfiltered > -torch.inf) & (lead < margin)).nonzero().squeeze(1)
-    # The likeliest outsider is the nearest to being let in, so the search may stop at the first that is too far.
-    for outsider in outsiders[target.unfiltered[outsiders].argsort(descending=True, stable=True)].tolist():
+    # The likeliest outsider is the nearest to being let in, so the search may stop at the first that is too far. One
+    # whose lead is no smaller than the margin changes nothing: without skipping those a flat row takes minutes.
+    outsiders = outsiders[target.unfiltered[outsiders].argsort(descending=True, stable=True)]
+    for outsider, behind in zip(outsiders.tolist(), lead[outsiders].tolist(), strict=True):
+        if behind >= margin:
+            continue
         entrance = boundary_distance(target, filters, outsider)
         if entrance >= margin:
             break
-        margin = min(margin, max(entrance, float(lead[outsider])))
+        margin = min(margin, max(entrance, behind))
     return margin
 
 

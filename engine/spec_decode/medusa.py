@@ -164,6 +164,9 @@ class MedusaDrafter:
             near = np.argpartition(-row, count - 1)[:count]
             near = near[row[near] > -np.inf]
             key = NoiseKey(context.sampling.seed, first + depth)
+            if len(near) == 0:
+                found.append(_Candidates([], []))
+                continue
             noise = gumbel_at([key], np.zeros(len(near), dtype=np.int64), ids[near])
             perturbed = row[near] + noise
             found.append(_best(_log_softmax(perturbed), ids[near], context.max_nodes))

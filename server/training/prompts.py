@@ -57,7 +57,8 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises PromptError that names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Split at line feeds alone: JSON may hold the other characters that Python takes for line ends.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise PromptError(f"{path} cannot be read as a file of prompts: {error}") from error
     texts = []
@@ -79,11 +80,15 @@ def _from_json(line: str) -> str:
         record: Any = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error})") from error
+    except RecursionError:
+        raise ValueError("not JSON (nested too deep)") from None
     if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
         raise ValueError('expected a JSON object with "prompt" or "messages"')
     text = record["prompt"] if "prompt" in record else _last_user_message(record["messages"])
     if not isinstance(text, str) or not text.strip():
         raise ValueError("the prompt must be text that is not empty")
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise ValueError("the prompt holds half of a surrogate pair, which is no text")
     return text
 
 

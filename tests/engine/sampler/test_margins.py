@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler.filters import MinP, TopK
+from engine.sampler import margins
+from engine.sampler.filters import Filter, MinP, TopK
 from engine.sampler.margins import NO_RIVAL_MARGIN, boundary_distance, choice_margin, log_odds_distance
 from engine.sampler.noise import NoiseKey
 from engine.sampler.processing import RowContext, TargetRow, target_row
@@ -146,3 +148,22 @@ def test_margins_of_near_ties_are_found_among_many_seeds() -> None:
         moved[token] -= margin / 2 + 1e-9
         moved[rival] += margin / 2 + 1e-9
         assert chosen(moved, sampling, key)[0] == rival
+
+
+def test_a_flat_row_behind_one_favoured_token_is_not_searched_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of tokens stand outside, each nearer to being let in than luck made the favourite's lead wide."""
+    torch.manual_seed(0)
+    row = torch.randn(49_152)
+    row[7] = 60.0
+    sampling = SamplingParams(temperature=2.0, top_p=0.1, seed=3, return_margins=True)
+    looked_at: list[int] = []
+
+    def counted(target: TargetRow, filters: Sequence[Filter], token: int) -> float:
+        looked_at.append(token)
+        return boundary_distance(target, filters, token)
+
+    monkeypatch.setattr(margins, "boundary_distance", counted)
+    for position in range(10):
+        target = target_row(row.clone(), RowContext(sampling, [1, 2], 1))
+        assert 10 < choice_margin(target, sampling, NoiseKey(3, position), 7) < 60
+    assert len(looked_at) < 400
