@@ -7,7 +7,6 @@ training never runs the model again.
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,11 +19,8 @@ from engine.errors import RequestFailedError
 from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
-from heads.data import Answer, Ask, first_loop
+from heads.data import Answer, Ask, LoopDetector
 from heads.settings import AnswerSettings
-
-_LOOP_GRAM = 8
-_LOOP_REPEATS = 3
 
 
 class StateRecorder:
@@ -54,26 +50,22 @@ class StateRecorder:
 
 @dataclass(slots=True)
 class _Writing:
-    """An answer under way, and what tells that it has begun to loop."""
+    """An answer under way. length: where it ends if it has begun to loop."""
 
     ask: Ask
     tokens: list[int] = field(default_factory=list)
-    grams: Counter[tuple[int, ...]] = field(default_factory=Counter)
-    is_done: bool = False
+    detector: LoopDetector = field(default_factory=LoopDetector)
+    length: int | None = None
 
     def take(self, output: RequestOutput) -> bool:
-        """Adds a step's tokens; True once the answer repeats itself."""
-        loops = False
+        """Adds a step's tokens; True once the answer repeats itself and is still being written."""
         for token in output.tokens:
             self.tokens.append(token.token_id)
-            if len(self.tokens) >= _LOOP_GRAM:
-                gram = tuple(self.tokens[-_LOOP_GRAM:])
-                self.grams[gram] += 1
-                loops |= self.grams[gram] >= _LOOP_REPEATS
+            if self.detector.add(token.token_id) and self.length is None:
+                self.length = len(self.tokens) - self.detector.size
         if output.finish_reason == "error":
             raise RequestFailedError(output.error or "the engine failed on a training answer")
-        self.is_done = output.finish_reason is not None
-        return loops and not self.is_done
+        return self.length is not None and output.finish_reason is None
 
 
 @dataclass(slots=True)
@@ -107,9 +99,8 @@ class AnswerGenerator:
         return [self._answer(name, one) for name, one in writing.items()]
 
     def _answer(self, name: str, one: _Writing) -> Answer:
-        loop = first_loop(one.tokens, _LOOP_GRAM, _LOOP_REPEATS)
-        length = len(one.tokens) if loop is None else loop
-        return Answer(one.ask, tuple(one.tokens[:length]), torch.stack(self.recorder.states[name][:length]))
+        tokens = tuple(one.tokens[: one.length])
+        return Answer(one.ask, tokens, torch.stack(self.recorder.states[name][: len(tokens)]))
 
 
 def make_asks(prompts: Sequence[Sequence[int]], settings: AnswerSettings, seed: int) -> list[Ask]:

@@ -248,7 +248,7 @@ def _reporting(watch: Watch) -> Callable[[Progress], None]:
     return report
 
 
-def _config(job: TrainJob, result: _Result, tau: float | None) -> HeadsConfig:
+def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     loaded, heads = result.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
@@ -263,7 +263,7 @@ def _config(job: TrainJob, result: _Result, tau: float | None) -> HeadsConfig:
             "tokens": sum(len(answer.tokens) for answer in result.seen),
             "dataset_digest": dataset_digest(result.seen),
         },
-        baseline={} if tau is None else {HELD_OUT: round(tau, 3)},
+        baseline={HELD_OUT: round(tau, 3)},
         calibration=result.evaluation.calibration,
         self_test=tuple(sorted(set(short), key=lambda prompt: (-len(prompt), prompt))[:_SELF_TEST_PROMPTS]),
     )

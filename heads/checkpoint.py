@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from safetensors.torch import load_file, save
 
 from heads.config import CONFIG_FILE, HeadsConfig
 from heads.errors import HeadsError
+from heads.files import replace_file
 from heads.medusa import MedusaHeads
 
 WEIGHTS_FILE = "heads.safetensors"
@@ -37,11 +37,11 @@ def save_heads(folder: Path, heads: MedusaHeads, config: HeadsConfig, token_ids:
     weights = {
         name: tensor.detach().to("cpu", torch.float16).contiguous() for name, tensor in heads.state_dict().items()
     }
-    _replace(folder / WEIGHTS_FILE, save(weights, {"format": "pt"}))
+    replace_file(folder / WEIGHTS_FILE, save(weights, {"format": "pt"}))
     if token_ids is not None:
-        _replace(folder / DRAFT_VOCAB_FILE, json.dumps(token_ids.tolist()) + "\n")
-    _replace(folder / RUN_FILE, run)
-    _replace(folder / CONFIG_FILE, config.to_json())
+        replace_file(folder / DRAFT_VOCAB_FILE, json.dumps(token_ids.tolist()) + "\n")
+    replace_file(folder / RUN_FILE, run)
+    replace_file(folder / CONFIG_FILE, config.to_json())
 
 
 def load_heads(folder: Path) -> LoadedHeads:
@@ -91,9 +91,3 @@ def _draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:
     except (OSError, ValueError, RecursionError) as error:
         raise HeadsError(f"{path} is not a draft vocabulary: {error}") from error
     return torch.tensor(ids)
-
-
-def _replace(path: Path, content: str | bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_bytes(content.encode() if isinstance(content, str) else content)
-    os.replace(partial, path)

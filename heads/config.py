@@ -64,6 +64,10 @@ class BaseModel:
     digest: str
 
 
+# Upper edges of the confidence buckets that new heads are calibrated in, and heads without a calibration start from.
+CONFIDENCE_EDGES = (0.005, 0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """How often a candidate of some confidence was right on held-out answers.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from heads.errors import HeadsError
+from heads.files import replace_file
 
 MANIFEST = "answers.json"
 HELD_OUT_SHARE = 1 / 16  # of the prompts, chosen by their hash
@@ -69,7 +71,7 @@ class AnswerStore:
             if manifest.exists():
                 _require_same(json.loads(manifest.read_text()), plan, folder)
             else:
-                _write_text(manifest, json.dumps(plan, indent=1, sort_keys=True) + "\n")
+                replace_file(manifest, json.dumps(plan, indent=1, sort_keys=True) + "\n")
         except (OSError, ValueError) as error:
             raise HeadsError(f"{folder} cannot be used for training answers: {error}") from error
 
@@ -174,18 +176,32 @@ def dataset_digest(answers: Sequence[Answer]) -> str:
     return digest.hexdigest()
 
 
-def first_loop(tokens: Sequence[int], size: int = 8, repeats: int = 3) -> int | None:
-    """Length of the part before an n-gram of ``size`` tokens occurs for the ``repeats``-th time; None without one.
+class LoopDetector:
+    """Tells, token by token, when an n-gram of ``size`` tokens has occurred ``repeats`` times.
 
     A small greedy model falls into loops, which any drafter predicts: training on them would flatter the figures.
     """
-    seen: dict[tuple[int, ...], int] = {}
-    for end in range(size, len(tokens) + 1):
-        gram = tuple(tokens[end - size : end])
-        seen[gram] = seen.get(gram, 0) + 1
-        if seen[gram] >= repeats:
-            return end - size
-    return None
+
+    def __init__(self, size: int = 8, repeats: int = 3) -> None:
+        self.size = size
+        self._recent: deque[int] = deque(maxlen=size)
+        self._repeats = repeats
+        self._seen: Counter[tuple[int, ...]] = Counter()
+
+    def add(self, token: int) -> bool:
+        """Whether the n-gram that ``token`` completes has now occurred often enough to be a loop."""
+        self._recent.append(token)
+        if len(self._recent) < self.size:
+            return False
+        gram = tuple(self._recent)
+        self._seen[gram] += 1
+        return self._seen[gram] >= self._repeats
+
+
+def first_loop(tokens: Sequence[int], size: int = 8, repeats: int = 3) -> int | None:
+    """Length of the part before a ``LoopDetector`` speaks up: without the n-gram that did; None if it never does."""
+    detector = LoopDetector(size, repeats)
+    return next((end - size for end, token in enumerate(tokens, start=1) if detector.add(token)), None)
 
 
 def _require_same(found: Mapping[str, Any], plan: Mapping[str, Any], folder: Path) -> None:
@@ -196,9 +212,3 @@ def _require_same(found: Mapping[str, Any], plan: Mapping[str, Any], folder: Pat
                 f"{folder} holds answers of another run ({key} was {found.get(key)!r}, is {wanted.get(key)!r}); "
                 f"give another folder, or remove it"
             )
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_text(text)
-    os.replace(partial, path)

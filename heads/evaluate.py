@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from heads.config import Calibration
+from heads.config import CONFIDENCE_EDGES, Calibration
 from heads.data import Answer
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 from heads.train import make_batch
 
 TOP = (1, 3, 5, 10)
-CONFIDENCE_EDGES = (0.005, 0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 _CANDIDATES = 16
 _ROWS = 1024
 _PRIOR = 20.0  # observations that the heads' own confidence is worth in a bucket

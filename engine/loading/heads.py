@@ -71,8 +71,7 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
     quantisation) has another digest under the same name: its heads may fit, so they are tried and the self-test tells.
     """
     config, folder = heads.config, heads.folder
-    head = output_head(loaded.model)
-    vocab, hidden = head.weight.shape
+    vocab, hidden = _output_layer(loaded.model).weight.shape
     if config.hidden_size != hidden:
         raise ModelLoadError(
             f"the heads in {folder} were made for states of {config.hidden_size} numbers "
@@ -101,10 +100,7 @@ def output_head(model: PreTrainedModel) -> OutputHead:
 
     Raises ModelLoadError for a model whose head is not a linear map with an optional scale and softcap.
     """
-    any_model: Any = model
-    layer = any_model.get_output_embeddings()
-    if layer is None or layer.weight.dim() != 2:
-        raise ModelLoadError(f"{type(model).__name__} has no output layer that heads could share")
+    layer = _output_layer(model)
     config = model.config.get_text_config()
     scale = getattr(config, "logit_scale", None) or 1.0
     divisor = getattr(config, "logits_scaling", None) or 1.0
@@ -116,6 +112,14 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     )
     _check(model, head)
     return head
+
+
+def _output_layer(model: PreTrainedModel) -> Any:
+    any_model: Any = model
+    layer = any_model.get_output_embeddings()
+    if layer is None or layer.weight.dim() != 2:
+        raise ModelLoadError(f"{type(model).__name__} has no output layer that heads could share")
+    return layer
 
 
 @torch.inference_mode()

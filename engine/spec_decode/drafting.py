@@ -97,7 +97,7 @@ class Drafting:
                 log.exception("drafter %s failed; this step has none of its drafts", drafter.method)
                 continue
             for context, tree in zip(contexts, proposals, strict=True):
-                if all(0 <= token < self._vocab_size for token in tree.tokens):
+                if self._is_in_vocabulary(tree):
                     trees[context.request_id].append(tree)
                 else:
                     log.error("drafter %s proposed a token outside the vocabulary", drafter.method)
@@ -116,8 +116,11 @@ class Drafting:
         except Exception:
             log.exception("a drafter could not extend the others' drafts")
             return
-        if all(0 <= token < self._vocab_size for token in whole.tokens):
+        if self._is_in_vocabulary(whole):
             request.proposal = whole
+
+    def _is_in_vocabulary(self, tree: DraftTree) -> bool:
+        return all(0 <= token < self._vocab_size for token in tree.tokens)
 
     def _chosen(self, request: Request) -> list[Drafter]:
         wish = request.source.speculation

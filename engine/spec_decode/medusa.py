@@ -23,7 +23,7 @@ from engine.spec_decode.acceptance import AcceptanceTable, Buckets
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.best_first import best_tree
-from heads.config import Calibration
+from heads.config import CONFIDENCE_EDGES, Calibration
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
@@ -37,7 +37,6 @@ MIN_SURVIVAL = 0.01
 _NOISED = 512
 _PRIOR_WEIGHT = 30.0
 _DECAY = 0.99
-CONFIDENCE_EDGES = (0.01, 0.02, 0.035, 0.05, 0.08, 0.12, 0.18, 0.25, 0.35, 0.5, 0.65, 0.8, 0.9, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

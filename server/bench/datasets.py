@@ -13,6 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+# Module, function and the variable to rename, of ``edits``.
+EDITED_FUNCTIONS: Sequence[tuple[str, str, str]] = (
+    ("textwrap", "dedent", "text"),
+    ("shlex", "quote", "s"),
+    ("textwrap", "indent", "prefix"),
+    ("shutil", "copyfileobj", "length"),
+    ("glob", "escape", "pathname"),
+    ("fnmatch", "filter", "names"),
+    ("posixpath", "join", "path"),
+    ("statistics", "harmonic_mean", "data"),
+    ("string", "capwords", "s"),
+    ("colorsys", "rgb_to_hls", "r"),
+    ("calendar", "monthrange", "year"),
+    ("difflib", "get_close_matches", "word"),
+)
+
 
 class DatasetError(Exception):
     """The prompts cannot be read; the message says what to do."""
@@ -76,22 +92,8 @@ def _human_eval() -> list[str]:
 
 def _edits() -> list[str]:
     """Real functions of the standard library, each to be repeated with one name changed: answers that mostly copy."""
-    sources: Sequence[tuple[str, str, str]] = [
-        ("textwrap", "dedent", "text"),
-        ("shlex", "quote", "s"),
-        ("textwrap", "indent", "prefix"),
-        ("shutil", "copyfileobj", "length"),
-        ("glob", "escape", "pathname"),
-        ("fnmatch", "filter", "names"),
-        ("posixpath", "join", "path"),
-        ("statistics", "harmonic_mean", "data"),
-        ("string", "capwords", "s"),
-        ("colorsys", "rgb_to_hls", "r"),
-        ("calendar", "monthrange", "year"),
-        ("difflib", "get_close_matches", "word"),
-    ]
     prompts = []
-    for module_name, function, variable in sources:
+    for module_name, function, variable in EDITED_FUNCTIONS:
         code = _standard_function(module_name, function)
         prompts.append(
             f"Repeat this Python code exactly, but rename `{variable}` to `{variable}_value`. "

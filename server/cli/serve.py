@@ -6,13 +6,14 @@ import logging
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from engine import threads
 from engine.errors import ModelLoadError
 from server.auth import ApiKeys
+from server.cli.failure import BAD_CONFIGURATION, FAILED, fail
 from server.cli.progress import Progress
 from server.config import Config, load_config
 from server.config_errors import ConfigError
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from server.context import ServerContext
-
-BAD_CONFIGURATION = 2  # the status of a wrong command line too
-FAILED = 1
 
 
 # One parameter an option: that is how typer is told of them.
@@ -51,11 +49,11 @@ def serve(
         settings = load_config(config, overrides or (), flags)
         _serve(settings)
     except ConfigError as error:
-        _fail(str(error), BAD_CONFIGURATION)
+        fail(str(error), BAD_CONFIGURATION)
     except (ListenError, ModelLoadError) as error:
-        _fail(str(error), FAILED)
+        fail(str(error), FAILED)
     except MemoryError:
-        _fail(f"not enough memory for {settings.model.path}; free some, or choose a smaller model or dtype", FAILED)
+        fail(f"not enough memory for {settings.model.path}; free some, or choose a smaller model or dtype", FAILED)
 
 
 def _serve(config: Config) -> None:
@@ -111,8 +109,3 @@ def announcement(context: ServerContext, listener: socket.socket, admin_listener
         f"headlong serving {context.served_model_name} on {url}{admin}\n"
         f"  curl -N {reachable}/v1/chat/completions {key}-d '{body}'"
     )
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    print(f"headlong: {message}", file=sys.stderr, flush=True)
-    raise typer.Exit(status)

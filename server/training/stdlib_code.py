@@ -10,15 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.bench.datasets import EDITED_FUNCTIONS
+
 _SKIPPED = frozenset(
     "test tests idlelib lib2to3 site-packages dist-packages turtledemo ensurepip pydoc_data encodings distutils "
     "lib-dynload __pycache__ tkinter".split()
 )
-_MEASURED = frozenset(
-    "textwrap.dedent shlex.quote textwrap.indent shutil.copyfileobj glob.escape fnmatch.filter posixpath.join "
-    "statistics.harmonic_mean string.capwords colorsys.rgb_to_hls calendar.monthrange difflib.get_close_matches".split()
-)
-"""What the ``edits`` benchmark asks about (server/bench/datasets.py): never trained on."""
+# What the ``edits`` benchmark asks about is never trained on.
+_MEASURED = frozenset(f"{module}.{function}" for module, function, _ in EDITED_FUNCTIONS)
 
 _LONGEST_CODE = 900  # characters, about 250 tokens
 _SHORTEST_DOCSTRING = 30  # characters

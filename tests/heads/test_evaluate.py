@@ -9,8 +9,9 @@ import pytest
 import torch
 from made_up_answers import VOCAB, cyclic_answer, lm_head
 
+from heads.config import CONFIDENCE_EDGES
 from heads.data import Answer, Ask
-from heads.evaluate import CONFIDENCE_EDGES, TOP, evaluate
+from heads.evaluate import TOP, evaluate
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.medusa import MedusaHeads
 
