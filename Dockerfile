@@ -10,6 +10,9 @@ ARG TORCH="torch==2.13.0"
 ARG PIP_ARGS=""
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# The compiler stays in this stage: what it makes runs without it.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python3 -m venv /opt/headlong/venv
 ENV PATH=/opt/headlong/venv/bin:$PATH
 # From the rarest change to the most frequent one, so that a change of code rebuilds only what follows it. PIP_ARGS is
@@ -32,9 +35,10 @@ COPY heads ./heads
 COPY configs ./configs
 # In place, so that the configurations stay beside the code.
 RUN pip install --no-deps --no-build-isolation -e .
-# The default model is converted here, once, so that a container starts from it with a read-only root.
+# The step is compiled and the default model converted here, once, so that a container starts with a read-only root.
 ENV XDG_CACHE_HOME=/opt/headlong/cache
 RUN mkdir -p "${XDG_CACHE_HOME}" \
+    && python3 -m engine.compiled \
     && if [ -n "${MODEL_PACKAGE}" ]; then python3 -m engine.loading; fi
 
 FROM ${BASE_IMAGE}

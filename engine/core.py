@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.batch import Batch, BatchBuilder
+from engine.batch import Batch, build_batch
 from engine.commit import Committer, Emission
 from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput, StepOutput, StepStats
@@ -40,13 +40,11 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         runner: ModelRunner,
-        builder: BatchBuilder,
         drafting: Drafting,
         committer: Committer,
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
-        self._builder = builder
         self._drafting = drafting
         self._committer = committer
         self._inbox: deque[EngineRequest | str] = deque()
@@ -102,11 +100,12 @@ class EngineCore:
         """Computes the plan. A failing forward costs the newest of its requests, then the rest is tried again."""
         execution = Execution()
         scheduled = list(plan.scheduled)
+        self._drafting.settle(scheduled)
         while scheduled:
             started = time.perf_counter()
             try:
                 extras: Sequence[ExtraRows | None] = self._drafting.extra_rows(scheduled)
-                execution.batch = self._builder.build(scheduled, extras)
+                execution.batch = build_batch(scheduled, extras)
                 execution.result = self._runner.forward(execution.batch)
             except Exception as error:
                 newest = max(scheduled, key=lambda item: item.request.arrived)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import platform
+from pathlib import Path
+
 import torch
 
 from engine.config import Device, DTypeName
@@ -23,3 +26,15 @@ def resolve_dtype(name: DTypeName) -> torch.dtype | None:
         return None
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def device_name(device: torch.device) -> str:
+    """The model of the GPU or of the CPU, as the system calls it."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "CPU part")))
+    return next(names, "") or platform.processor() or platform.machine()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from engine.backend import Backend
 from engine.batch import Batch
 from engine.core import EngineCore
 from engine.errors import RequestFailedError
@@ -112,13 +113,14 @@ def make_asks(prompts: Sequence[Sequence[int]], settings: AnswerSettings, seed: 
     return asks
 
 
-def answer_plan(model_digest: str, asks: Sequence[Ask], settings: AnswerSettings) -> dict[str, Any]:
+def answer_plan(backend: Backend, asks: Sequence[Ask], settings: AnswerSettings) -> dict[str, Any]:
     """What a folder of answers depends on; a run with another plan must not mix with it."""
     digest = hashlib.sha256()
     for ask in asks:
         digest.update(f"{ask.prompt}{ask.temperature}{ask.seed}\n".encode())
     return {
-        "model": model_digest,
+        "model": backend.loaded.digest,
+        "quantization": backend.quantization,
         "asks": digest.hexdigest(),
         "max_tokens": settings.max_tokens,
         "shard_size": settings.shard_size,

@@ -6,6 +6,7 @@ result is measured with the engine again.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import platform
@@ -22,12 +23,12 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from engine.assembly import assemble
+from engine.backend import Backend, choose_backend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig, TrainingConfig
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
-from engine.linear import pack_linears
 from engine.loading import LoadedModel, load_model
 from engine.loading.heads import output_head
 from engine.model_runner import ModelRunner
@@ -109,11 +110,12 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
-    loaded, head = _load(job, watch)
+    backend, head = _load(job, watch)
+    loaded = backend.loaded
     material = job.material(loaded.path)
     asks = _asks(job, loaded, material)
-    store = AnswerStore(job.folder / WORK / "answers", answer_plan(loaded.digest, asks, job.settings.answers))
-    _collect(job, loaded, store, asks, watch)
+    store = AnswerStore(job.folder / WORK / "answers", answer_plan(backend, asks, job.settings.answers))
+    _collect(job, backend, store, asks, watch)
     answers = [answer for answer in store.read_all() if len(answer.tokens) > 1]
     seen = [answer for answer in answers if not answer.is_held_out]
     kept = [answer for answer in answers if answer.is_held_out]
@@ -127,7 +129,7 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
     train(heads, lm_head, seen, settings, job.folder / WORK, _reporting(watch))
     watch.line("Testing on held-out answers")
     greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
-    result = _Result(loaded, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
+    result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
     tau = _baseline(job, result, [answer.ask.prompt for answer in greedy])
     token_ids = lm_head.token_ids if lm_head.is_reduced else None
     save_heads(job.folder, heads, _config(job, result, tau), token_ids, _run_yaml(job, result, tau))
@@ -138,7 +140,7 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 class _Result:
     """What training gave. seen, kept: the answers trained on and held out."""
 
-    loaded: LoadedModel
+    backend: Backend
     heads: MedusaHeads
     lm_head: DraftLmHead
     evaluation: Evaluation
@@ -146,15 +148,13 @@ class _Result:
     kept: Sequence[Answer]
 
 
-def _load(job: TrainJob, watch: Watch) -> tuple[LoadedModel, OutputHead]:
+def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead]:
     device = resolve_device(job.engine.device)
     loaded = load_model(job.model, device, resolve_dtype(job.model.dtype), watch.line)
     head = output_head(loaded.model)
     # Packing frees the plain weights of an untied lm_head; training still reads them.
     head = dataclasses.replace(head, weight=head.weight.detach().clone())
-    if device.type == "cpu":
-        pack_linears(loaded.model)
-    return loaded, head
+    return choose_backend(loaded, job.model.quantization, job.engine, watch.line), head
 
 
 def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
@@ -167,8 +167,8 @@ def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
     return make_asks(prompts, job.settings.answers, job.settings.training.seed)
 
 
-def _collect(job: TrainJob, loaded: LoadedModel, store: AnswerStore, asks: Sequence[Ask], watch: Watch) -> None:
-    generator = _Generator(job, loaded, watch)
+def _collect(job: TrainJob, backend: Backend, store: AnswerStore, asks: Sequence[Ask], watch: Watch) -> None:
+    generator = _Generator(job, backend, watch)
 
     def progress(done: Collected) -> None:
         generator.stored, total = done.tokens, job.settings.answers.tokens
@@ -187,10 +187,10 @@ def _collect(job: TrainJob, loaded: LoadedModel, store: AnswerStore, asks: Seque
 class _Generator:
     """Builds the engine when the first answer is wanted: a resumed run may need none."""
 
-    def __init__(self, job: TrainJob, loaded: LoadedModel, watch: Watch) -> None:
+    def __init__(self, job: TrainJob, backend: Backend, watch: Watch) -> None:
         self.stored = 0
         self._job = job
-        self._loaded = loaded
+        self._backend = backend
         self._watch = watch
         self._generator: AnswerGenerator | None = None
         self._shard_tokens = 0
@@ -216,7 +216,7 @@ class _Generator:
             prefix_caching=False,
         )
         plain = EngineSettings(self._job.model, engine, SpeculationConfig(enabled=False))
-        core = assemble(self._loaded, plain, self._watch.line, [], recorder=recorder).core
+        core = assemble(self._backend, plain, self._watch.line, [], recorder=recorder).core
         return AnswerGenerator(core, recorders[0], settings.max_tokens, self._count)
 
     def _count(self, tokens: int) -> None:
@@ -249,7 +249,7 @@ def _reporting(watch: Watch) -> Callable[[Progress], None]:
 
 
 def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
-    loaded, heads = result.loaded, result.heads
+    loaded, heads = result.backend.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
         method=MedusaDrafter.method,
@@ -271,9 +271,10 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
 
 def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]) -> float:
     """Acceptance length of the heads alone on held-out prompts, greedy, every proposed node verified."""
-    drafter = MedusaDrafter(result.heads, result.lm_head, calibration=result.evaluation.calibration)
+    heads, lm_head = copy.deepcopy((result.heads, result.lm_head))  # serving packs them
+    drafter = MedusaDrafter(heads, lm_head, calibration=result.evaluation.calibration)
     settings = EngineSettings(job.model, job.engine)
-    core = assemble(result.loaded, settings, lambda _: None, [drafter], measures_steps=False).core
+    core = assemble(result.backend, settings, lambda _: None, [drafter], measures_steps=False).core
     sampling = SamplingParams(temperature=0.0, max_tokens=min(_BASELINE_TOKENS, job.settings.answers.max_tokens))
     return measure_acceptance(core, prompts[:_BASELINE_PROMPTS], sampling).length
 
@@ -282,7 +283,8 @@ def _run_yaml(job: TrainJob, result: _Result, tau: float) -> str:
     """How these heads were made, for whoever wants to make them again."""
     facts = {
         **job.run,
-        "model": {"path": job.model.path, "name": result.loaded.name, "digest": result.loaded.digest},
+        "model": {"path": job.model.path, "name": result.backend.loaded.name, "digest": result.backend.loaded.digest},
+        "computed": {"runner": result.backend.name, "quantization": result.backend.quantization},
         "answers": dataclasses.asdict(job.settings.answers),
         "training": dataclasses.asdict(job.settings.training),
         "data": {

@@ -1,7 +1,7 @@
 """How a step is computed: transformers' own modules over the paged cache.
 
-``ModelRunner`` is the seam between "which rows" (scheduler, batch) and "how" (this module; later a compiled step or a
-GPU graph runner): another implementation takes the same ``Batch`` and returns the same ``ForwardResult``.
+``ModelRunner`` is the seam between "which rows" (scheduler, batch) and "how": this module, or the compiled step
+(``engine.compiled``). Every implementation takes the same ``Batch`` and returns the same ``ForwardResult``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.cache import PagedKV
 from engine.attention.paged import ATTENTION_NAME, register
+from engine.attention.segments import step_attention
 from engine.batch import Batch
 from engine.spec_decode.drafter import HiddenStates
 
@@ -53,6 +54,7 @@ class TransformersRunner:
         self,
         model: PreTrainedModel,
         cache: PagedKV,
+        block_size: int,
         *,
         needs_hidden: bool = False,
         hidden_layers: Sequence[int] = (),
@@ -63,38 +65,37 @@ class TransformersRunner:
         self._decoder = any_model.get_decoder()
         self._embed: Any = model.get_input_embeddings()
         self._cache = cache
+        self._block_size = block_size
         self._device = next(model.parameters()).device
         self._needs_hidden = needs_hidden or bool(hidden_layers)
         self._hidden_layers = tuple(hidden_layers)
-        self.bind()
-
-    def bind(self) -> None:
-        """Makes the model attend through the paged cache; needed again after another attention was set."""
-        self._model.set_attn_implementation(ATTENTION_NAME)
+        any_model.set_attn_implementation(ATTENTION_NAME)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> ForwardResult:
         inputs: dict[str, Any] = {
-            "position_ids": batch.positions[None],
+            "position_ids": torch.tensor([batch.positions], device=self._device),
             "use_cache": False,
-            "headlong_step": batch.attention,
+            "headlong_step": step_attention(batch, self._cache, self._block_size, self._device),
             **self._token_inputs(batch),
         }
         with self._capture() as captured:
-            if len(batch.logits_rows) == 0:
+            if not batch.logits_rows:
                 self._decoder(**inputs)
                 logits = torch.empty(0, 0, device=self._device)
             else:
-                logits = self._model(**inputs, logits_to_keep=batch.logits_rows).logits[0]
+                kept = torch.tensor(batch.logits_rows, device=self._device)
+                logits = self._model(**inputs, logits_to_keep=kept).logits[0]
         if captured is None:
             return ForwardResult(logits)
         assert captured.final is not None
         return ForwardResult(logits, HiddenStates(captured.final, captured.layers))
 
     def _token_inputs(self, batch: Batch) -> dict[str, torch.Tensor]:
+        token_ids = torch.tensor(batch.token_ids, device=self._device)
         if all(span.extra is None or span.extra.embeddings is None for span in batch.spans):
-            return {"input_ids": batch.token_ids[None]}
-        embedded = self._embed(batch.token_ids)
+            return {"input_ids": token_ids[None]}
+        embedded = self._embed(token_ids)
         for span in batch.spans:
             if span.extra is not None and span.extra.embeddings is not None:
                 embedded[span.extra_row : span.extra_row + span.num_extra] = span.extra.embeddings

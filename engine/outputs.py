@@ -115,7 +115,8 @@ class ModelInfo:
     default_sampling: sampling fields of the model's generation_config (temperature, top_p, top_k, min_p,
         repetition_penalty), present only where the checkpoint sets them.
     max_draft_tokens: nodes of a draft tree at most; 0 when speculation is off. methods: loaded drafters.
-    margin_bound: in this number format tokens with a smaller margin may differ between batches of rows.
+    margin_bound: tokens with a smaller margin may differ between batches of rows; 0 where none may. runner,
+        quantization, deterministic: how steps are computed (``engine.backend``).
     """
 
     name: str
@@ -135,3 +136,6 @@ class ModelInfo:
     created: int = 0
     torch_version: str = ""
     margin_bound: float = 0.0
+    runner: str = ""
+    quantization: str = "none"
+    deterministic: bool = False

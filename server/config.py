@@ -56,21 +56,15 @@ class ModelSection(Section):
     path: Name = _MODEL.path
     revision: str | None = _MODEL.revision
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    quantization: Literal["none", "int8"] = _MODEL.quantization
+    quantization: Literal["auto", "none", "int8"] = _MODEL.quantization
     trust: bool = _MODEL.trust
-
-    @field_validator("quantization")
-    @classmethod
-    def _available(cls, value: str) -> str:
-        if value != "none":
-            raise ValueError(f"{value!r} is not available yet; allowed: 'none'")
-        return value
 
 
 class EngineSection(Section):
     """``engine``: sizes and limits (``engine.config.EngineConfig``); null means chosen at load."""
 
     device: Literal["auto", "cpu", "cuda"] = _ENGINE.device
+    runner: Literal["auto", "compiled", "transformers"] = _ENGINE.runner
     determinism: Literal["default", "strict"] = _ENGINE.determinism
     block_size: Annotated[int, Field(ge=1, le=1024)] = _ENGINE.block_size
     kv_cache_memory: Size | None = _ENGINE.kv_cache_memory
@@ -80,13 +74,6 @@ class EngineSection(Section):
     prefix_caching: bool = _ENGINE.prefix_caching
     num_threads: Count | None = _ENGINE.num_threads
     seed: int | None = _ENGINE.seed
-
-    @field_validator("determinism")
-    @classmethod
-    def _available(cls, value: str) -> str:
-        if value != "default":
-            raise ValueError(f"{value!r} is not available yet; allowed: 'default'")
-        return value
 
 
 class SpeculationSection(Section):

@@ -15,8 +15,9 @@ router = APIRouter(tags=["models"])
 def model_object(context: ServerContext) -> dict[str, Any]:
     """The OpenAI model object, with vLLM's ``root``, ``parent`` and ``max_model_len`` beside it.
 
-    margin_bound: below it a token's margin (``return_margins``) marks a near-tie, not a fault. methods: the loaded
-    drafters. verifier: how their drafts are verified; "match" alone keeps the tokens of a seed.
+    margin_bound: below it a token's margin (``return_margins``) marks a near-tie, not a fault. runner, quantization,
+    deterministic: how steps are computed (``engine.backend``). methods: the loaded drafters. verifier: how their drafts
+    are verified; "match" alone keeps the tokens of a seed.
     """
     return {
         "id": context.served_model_name,
@@ -27,6 +28,9 @@ def model_object(context: ServerContext) -> dict[str, Any]:
         "parent": None,
         "max_model_len": context.engine.info.max_model_len,
         "margin_bound": context.engine.info.margin_bound,
+        "runner": context.engine.info.runner,
+        "quantization": context.engine.info.quantization,
+        "deterministic": context.engine.info.deterministic,
         "methods": list(context.engine.info.methods),
         "verifier": context.config.speculation.verifier,
     }

@@ -30,6 +30,10 @@ INFO = ModelInfo(
     max_draft_tokens=4,
     created=1_700_000_000,
     torch_version="2.13.0",
+    margin_bound=0.0,
+    runner="compiled",
+    quantization="int8",
+    deterministic=True,
 )
 
 

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from engine.assembly import assemble
+from engine.backend import TransformersBackend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
 from engine.core import EngineCore
 from engine.loading import LoadedModel
@@ -96,8 +97,26 @@ class Sizes:
     verifier: str = "match"
 
 
-def tiny_core(architecture: str, drafters: Sequence[Drafter] = (), sizes: Sizes | None = None) -> EngineCore:
-    """A core whose controller takes every proposed node, so that drafts are verified whatever they cost."""
+def as_loaded(model: PreTrainedModel, name: str = "tiny", digest: str = "0" * 64) -> LoadedModel:
+    """What loading ``model`` from a folder would give."""
+    return LoadedModel(
+        model=model,
+        path=Path("tiny"),
+        digest=digest,
+        name=name,
+        architecture=type(model).__name__,
+        eos_token_ids=(EOS,),
+        max_position_embeddings=MAX_LEN,
+    )
+
+
+def tiny_core(
+    architecture: str, drafters: Sequence[Drafter] = (), sizes: Sizes | None = None, *, measures_steps: bool = False
+) -> EngineCore:
+    """A core that asks every drafter at every step and verifies every proposed node, whatever they cost.
+
+    measures_steps: times steps all the same, as a server does when it starts, and writes the times to the cache.
+    """
     sizes = sizes or Sizes()
     model = tiny_model(architecture)
     text = model.config.get_text_config()
@@ -114,17 +133,8 @@ def tiny_core(architecture: str, drafters: Sequence[Drafter] = (), sizes: Sizes 
         ),
         SpeculationConfig(max_draft_tokens=sizes.max_draft_tokens, verifier=sizes.verifier),  # type: ignore[arg-type]
     )
-    loaded = LoadedModel(
-        model=model,
-        path=Path("tiny"),
-        digest="0" * 64,
-        name=architecture,
-        architecture=type(model).__name__,
-        eos_token_ids=(EOS,),
-        default_sampling={},
-        max_position_embeddings=MAX_LEN,
-    )
-    core = assemble(loaded, settings, lambda _: None, drafters=list(drafters)).core
+    backend = TransformersBackend(as_loaded(model, architecture))
+    core = assemble(backend, settings, lambda _: None, list(drafters), measures_steps=measures_steps).core
     core.scheduler.controller = Controller(None)
     return core
 

@@ -6,7 +6,6 @@ name. Then the model's eager attention and ours are compared on the same tokens,
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +32,6 @@ _WITHOUT_EFFECT = {
 }
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 CHECK_TOKENS = 24
-# Largest difference allowed, as a share of the largest logit. Norms inside the models run in fp32 at best.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
 
 
 @dataclass(slots=True)
@@ -91,22 +88,25 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
 
 
 @torch.inference_mode()
-def check_against_eager(model: PreTrainedModel, logits_of: Callable[[list[int]], torch.Tensor]) -> None:
-    """Compares paged logits with the architecture's eager attention on a short sequence.
-
-    logits_of: token ids -> [tokens, vocab] computed through the paged cache; it must leave our attention set.
-    Raises ModelLoadError if they differ by more than rounding.
-    """
-    tokens = _tokens(model, CHECK_TOKENS)
+def eager_logits(model: PreTrainedModel) -> torch.Tensor:
+    """[CHECK_TOKENS, vocab]: the architecture's eager attention on ``check_tokens``."""
     model.set_attn_implementation("eager")
     any_model: Any = model
-    expected = any_model(input_ids=tokens[None], use_cache=False).logits[0]
-    found = logits_of(tokens.tolist())
+    logits: torch.Tensor = any_model(input_ids=_tokens(model, CHECK_TOKENS)[None], use_cache=False).logits[0]
+    return logits
+
+
+def check_tokens(vocab: int) -> list[int]:
+    """The token ids that ``eager_logits`` computes."""
+    return [index * 7919 % max(2, vocab) for index in range(1, CHECK_TOKENS + 1)]
+
+
+def require_equal(architecture: str, expected: torch.Tensor, found: torch.Tensor, bound: float) -> None:
+    """Raises ModelLoadError if logits differ by more than ``bound``, as a share of the largest one."""
     difference = float((found - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-    bound = _TOLERANCE[expected.dtype]
     if not difference <= bound:
         raise ModelLoadError(
-            f"{type(model).__name__} cannot be served: paged attention differs from the model's own by "
+            f"{architecture} cannot be served: paged attention differs from the model's own by "
             f"{difference:.1e} of the largest logit (bound {bound:.0e})"
         )
 
@@ -118,5 +118,4 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 
 def _tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
-    spread = torch.arange(1, count + 1) * 7919 % max(2, vocab_size(model))
-    return spread.to(next(model.parameters()).device)
+    return torch.tensor(check_tokens(vocab_size(model))[:count], device=next(model.parameters()).device)

@@ -5,11 +5,14 @@ Masks depend on the step, not on the layer, so they are made once and kept for a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from engine.attention.cache import PagedKV
+from engine.batch import Batch, RowSpan
+from engine.spec_decode.tree import ROOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +95,47 @@ class StepAttention:
     segments: list[Segment]
     slots: torch.Tensor
     cache: PagedKV
+
+
+def step_attention(batch: Batch, cache: PagedKV, block_size: int, device: torch.device) -> StepAttention:
+    """What attention needs to know of a batch."""
+    segments = [_segment(span, batch.positions, block_size, device) for span in batch.spans]
+    slots = torch.cat([segment.slots[-segment.num_rows :] for segment in segments])
+    return StepAttention(segments, slots.to(device), cache)
+
+
+def _segment(span: RowSpan, positions: Sequence[int], block_size: int, device: torch.device) -> Segment:
+    end = span.item.start + span.item.count
+    own = torch.tensor(positions[span.first_row : span.first_row + span.num_rows])
+    return Segment(
+        first_row=span.first_row,
+        num_rows=span.num_rows,
+        kv_length=span.kv_length,
+        slots=_slots(span.item.request.block_ids, span.kv_length, block_size),
+        positions=own,
+        key_positions=torch.cat([torch.arange(end), own[span.item.count :]]),
+        visible=None if span.num_rows == 1 else _visible(span),
+        device=device,
+    )
+
+
+def _slots(block_ids: Sequence[int], length: int, block_size: int) -> torch.Tensor:
+    first = torch.tensor(block_ids[: -(-length // block_size)]) * block_size
+    return (first[:, None] + torch.arange(block_size)).flatten()[:length]
+
+
+def _visible(span: RowSpan) -> torch.Tensor:
+    """[rows, kv]: tokens see what is before them; drafted rows the whole prefix, their ancestors, themselves."""
+    item, parents = span.item, span.parents
+    end = item.start + item.count
+    causal = torch.arange(end)[None, :] <= torch.arange(item.start, end)[:, None]
+    if not parents:
+        return causal
+    ancestry = torch.zeros(len(parents), len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent != ROOT:
+            ancestry[node] = ancestry[parent]
+        ancestry[node, node] = True
+    prefix = torch.ones(len(parents), end, dtype=torch.bool)
+    hidden = torch.zeros(item.count, len(parents), dtype=torch.bool)
+    return torch.cat([torch.cat([causal, hidden], 1), torch.cat([prefix, ancestry], 1)])

@@ -24,7 +24,9 @@ def cache_root() -> Path:
     return (configured if configured.is_absolute() else Path.home() / ".cache") / "headlong"
 
 
-def build_once(name: str, build: Callable[[Path], None], progress: Callable[[str], None]) -> Path:
+def build_once(
+    name: str, build: Callable[[Path], None], progress: Callable[[str], None], what: str = "this model"
+) -> Path:
     """The cached folder ``name``, made by ``build(empty folder)`` unless it is there, whole.
 
     A second process that wants the same folder waits for the first and uses its result. What a killed process left
@@ -36,7 +38,7 @@ def build_once(name: str, build: Callable[[Path], None], progress: Callable[[str
         return folder
     with _clear_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder, progress):
+        with _locked(folder, progress, what):
             if not is_complete(folder):
                 _build(folder, build)
     return folder
@@ -81,13 +83,13 @@ def _build(folder: Path, build: Callable[[Path], None]) -> None:
 
 
 @contextmanager
-def _locked(folder: Path, progress: Callable[[str], None]) -> Iterator[None]:
+def _locked(folder: Path, progress: Callable[[str], None], what: str) -> Iterator[None]:
     """Holds the folder's lock, which the kernel frees when its owner dies."""
     lock = FileLock(folder.with_name(f"{folder.name}.lock"))
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        progress("Another process is preparing this model; waiting for it")
+        progress(f"Another process is preparing {what}; waiting for it")
         lock.acquire()
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,13 +21,14 @@ from engine.loading.digest import weights_digest
 from engine.loading.gguf import converted_folder
 from engine.loading.memory import needed_bytes, require_memory
 from engine.loading.source import GgufSource, resolve
-from engine.loading.weights import read_headers, weight_files
+from engine.loading.weights import TensorHeader, read_headers, weight_files
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _RANDOM_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # void where the checkpoint says do_sample: false
 _ANY_SAMPLING = ("repetition_penalty",)
+_HALF_PRECISION_BITS = 15.0  # a GGUF of 16-bit weights also holds a tokenizer, so it has a little more
 _OLD_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # older checkpoints stored what is computed now
 
 
@@ -40,6 +41,7 @@ class LoadedModel:
         (``engine.loading.digest``). name: default served name. architecture: the model's class name.
     default_sampling: sampling fields that the checkpoint's generation_config.json itself sets.
     max_position_embeddings: the longest sequence the model was made for; None where the configuration has no limit.
+    is_quantized: the source holds its weights in fewer than 16 bits each.
     """
 
     model: PreTrainedModel
@@ -50,6 +52,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_position_embeddings: int | None
     default_sampling: Mapping[str, float] = field(default_factory=dict)
+    is_quantized: bool = False
 
 
 def load_model(
@@ -60,8 +63,6 @@ def load_model(
     dtype None: float32 on the CPU, bfloat16 on a GPU (float16 where it has none). progress: gets a line for each thing
     that takes seconds. Raises ModelLoadError with one sentence; nothing is allocated before memory is known to suffice.
     """
-    if model.quantization != "none":
-        raise ModelLoadError(f"model.quantization {model.quantization} is not available yet; only none is.")
     dtype = _usable_dtype(device, dtype)
     with _quiet_transformers():
         source = resolve(model, progress)
@@ -72,7 +73,8 @@ def load_model(
         config = read_config(folder, model.trust)
         found = model_class(config, folder, model.trust)
         files = weight_files(folder)
-        require_memory(needed_bytes(read_headers(files), config, dtype, device.type), device, source.name)
+        headers = read_headers(files)
+        require_memory(needed_bytes(headers, config, dtype, device.type), device, source.name)
         progress(f"Loading {source.name} ({str(dtype).removeprefix('torch.')} on {device})")
         loaded = _load(found, config, folder, device, dtype)
         generation = _read_generation_config(folder)
@@ -85,7 +87,12 @@ def load_model(
             eos_token_ids=_eos_token_ids(generation, config, folder),
             max_position_embeddings=getattr(config.get_text_config(), "max_position_embeddings", None),
             default_sampling=_default_sampling(generation, folder),
+            is_quantized=isinstance(source, GgufSource) and _bits_a_weight(source, headers) < _HALF_PRECISION_BITS,
         )
+
+
+def _bits_a_weight(source: GgufSource, headers: Sequence[TensorHeader]) -> float:
+    return 8 * sum(part.stat().st_size for part in source.parts) / sum(header.elements for header in headers)
 
 
 def _usable_dtype(device: torch.device, dtype: torch.dtype | None) -> torch.dtype:

@@ -6,7 +6,7 @@ argmax(log p + g) equals argmax(z + g), because log p is z less one number a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from engine.sampler.noise import GUMBEL_MAX, GUMBEL_MIN, NoiseKey, chunk_rows, g
 from engine.sampler.processing import is_greedy
 from engine.sampling_params import SamplingParams
 
+# Picks the token of each row by Gumbel-max under the noise of its key; ``gumbel_argmax`` does, and the compiled step.
+Draw = Callable[[torch.Tensor, Sequence[NoiseKey]], list[int]]
+
 # A token this far under the row's best cannot win: the largest noise would not lift it over the best token's least.
 # The slack covers its own rounding to fp32.
 _REACH = GUMBEL_MAX - GUMBEL_MIN + 1e-5
@@ -23,14 +26,18 @@ _REACH = GUMBEL_MAX - GUMBEL_MIN + 1e-5
 _SPARSE_SHARE = 1 / 8
 
 
-def sample(logits: torch.Tensor, samplings: Sequence[SamplingParams], keys: Sequence[NoiseKey]) -> list[int]:
-    """The token of each row. logits: processed target rows [R, vocab], each with at least one finite entry."""
+def sample(
+    logits: torch.Tensor, samplings: Sequence[SamplingParams], keys: Sequence[NoiseKey], draw: Draw | None = None
+) -> list[int]:
+    """The token of each row. logits: processed target rows [R, vocab], each with at least one finite entry.
+    draw: None is ``gumbel_argmax``."""
+    draw = draw or gumbel_argmax
     noisy = [row for row, sampling in enumerate(samplings) if not is_greedy(sampling)]
     if len(noisy) == len(samplings):
-        return gumbel_argmax(logits, keys)
+        return draw(logits, keys)
     tokens = first_argmax(logits)
     if noisy:
-        drawn = gumbel_argmax(logits[noisy], [keys[row] for row in noisy])
+        drawn = draw(logits[noisy], [keys[row] for row in noisy])
         for row, token in zip(noisy, drawn, strict=True):
             tokens[row] = token
     return tokens

@@ -40,7 +40,12 @@ class AcceptanceTable:
         return self._bucket_rate(self._bucket(value))
 
     def rates(self, values: Sequence[float]) -> list[float]:
-        return [self._bucket_rate(self._bucket(value)) for value in values]
+        found: dict[int, float] = {}
+        buckets = [self._bucket(value) for value in values]
+        for bucket in buckets:
+            if bucket not in found:
+                found[bucket] = self._bucket_rate(bucket)
+        return [found[bucket] for bucket in buckets]
 
     def record(self, value: float, right: bool) -> None:
         """Counts one observation, here and in the table this one borrows from."""
@@ -51,7 +56,7 @@ class AcceptanceTable:
         self._right[bucket] = self._right[bucket] * decay + float(right)
 
     def _bucket(self, value: float) -> int:
-        return min(bisect.bisect_left(self._buckets.edges, value), len(self._buckets.edges) - 1)
+        return bisect.bisect_left(self._buckets.edges, value, 0, len(self._buckets.edges) - 1)
 
     def _bucket_rate(self, bucket: int) -> float:
         weight = self._buckets.prior_weight

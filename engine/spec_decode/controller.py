@@ -48,16 +48,22 @@ class StepCosts:
             self._seconds.append(max(seconds[rows], self._seconds[-1] if self._seconds else 0.0))
 
     @classmethod
-    def measured(cls, time_step: Callable[[int], float], max_rows: int, repeats: int = 3) -> StepCosts:
-        """Times 1, 2, 3, 4, 6, 8, 12, 16, 24, ... rows up to ``max_rows``; the best of ``repeats`` each.
+    def measured(
+        cls,
+        time_step: Callable[[int], float],
+        max_rows: int,
+        repeats: int = 3,
+        known: Mapping[int, float] | None = None,
+    ) -> StepCosts:
+        """Times 1, 2, 3, 4, 6, 8, 12, 16, 24, ... rows up to ``max_rows``; the best of ``repeats`` and ``known`` each.
 
         The counts take turns, so that a busy moment of the machine does not make one of them look dear.
         """
         counts = [rows for rows in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128) if rows < max_rows]
-        seconds: dict[int, float] = {}
+        seconds = {rows: (known or {}).get(rows, math.inf) for rows in [*counts, max_rows]}
         for _ in range(repeats):
             for rows in [*counts, max_rows]:
-                seconds[rows] = min(time_step(rows), seconds.get(rows, math.inf))
+                seconds[rows] = min(time_step(rows), seconds[rows])
         return cls(seconds)
 
     def __call__(self, rows: int) -> float:

@@ -77,8 +77,8 @@ class Drafter(Protocol):
     """A source of drafts. It changes the speed, never the text: any tokens it returns are verified.
 
     method: its name in requests, metrics and configuration. needs_hidden: hand it ``accepted`` states.
-    hidden_layers: the decoder layers whose states it wants beside the final one. max_extra_rows: the most that
-    ``extra_rows`` returns.
+    hidden_layers: the decoder layers whose states it wants beside the final one (needs_hidden is true then).
+    max_extra_rows: the most that ``extra_rows`` returns.
     """
 
     method: str

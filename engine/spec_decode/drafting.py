@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.scheduler import ScheduledRequest, SchedulerLimits
+from engine.spec_decode.controller import StepCosts
 from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.pacing import DraftPace
 from engine.spec_decode.tree import DraftTree, merged
 
 if TYPE_CHECKING:
@@ -21,20 +24,20 @@ class Drafting:
     """Runs the drafters after each step. A drafter that raises loses its proposals of that step, never a request."""
 
     def __init__(
-        self, drafters: Sequence[Drafter], limits: SchedulerLimits, *, vocab_size: int, block_size: int
+        self,
+        drafters: Sequence[Drafter],
+        limits: SchedulerLimits,
+        *,
+        vocab_size: int,
+        block_size: int,
+        costs: StepCosts | None = None,
     ) -> None:
+        """costs: of a step, by its rows; None asks every drafter at every step."""
         self.drafters = tuple(drafters)
+        self._pace = DraftPace(costs)
         self._limits = limits
         self._vocab_size = vocab_size
         self._block_size = block_size
-
-    @property
-    def needs_hidden(self) -> bool:
-        return any(drafter.needs_hidden or drafter.hidden_layers for drafter in self.drafters)
-
-    @property
-    def hidden_layers(self) -> tuple[int, ...]:
-        return tuple(sorted({layer for drafter in self.drafters for layer in drafter.hidden_layers}))
 
     def release(self, request_id: str) -> None:
         for drafter in self.drafters:
@@ -63,6 +66,10 @@ class Drafting:
             log.exception("drafter %s could not add its rows", drafter.method)
             return None
 
+    def settle(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Tells what became of the last proposals: which of their nodes are verified in the coming step."""
+        self._pace.settle(scheduled)
+
     def learn_and_propose(self, emissions: Sequence[tuple[Request, Emission]]) -> None:
         """Gives feedback on what was proposed before this step, then proposes for the next one."""
         pending = []
@@ -89,8 +96,9 @@ class Drafting:
         contexts_of = {request.request_id: self._context(request) for request in requests}
         for drafter in self.drafters:
             contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
-            if not contexts:
+            if not contexts or not self._pace.asks(drafter.method, len(contexts)):
                 continue
+            began = time.perf_counter()
             try:
                 proposals = drafter.propose(contexts)
             except Exception:
@@ -101,6 +109,7 @@ class Drafting:
                     trees[context.request_id].append(tree)
                 else:
                     log.error("drafter %s proposed a token outside the vocabulary", drafter.method)
+            self._pace.spend(drafter.method, len(contexts), time.perf_counter() - began)
         for request in requests:
             found = trees[request.request_id]
             request.proposal = found[0] if len(found) == 1 else merged(found)
@@ -109,7 +118,7 @@ class Drafting:
 
     def _extend(self, request: Request, context: DraftContext) -> None:
         """Lets each drafter go on below what the others expect. A fault leaves the tree as it was."""
-        whole = merged([request.proposal])
+        whole = request.proposal.copy()
         try:
             for drafter in self._chosen(request):
                 drafter.extend(context, whole)

@@ -10,16 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.errors import RequestFailedError
-from engine.sampler.noise import NoiseKey, gumbel_at
+from engine.sampler.noise import NoiseKey
 from engine.sampler.processing import RowContext, is_greedy, needs_processing, target_row
 from engine.spec_decode.acceptance import AcceptanceTable, Buckets
+from engine.spec_decode.candidates import Candidates, HeadCompute, PlainHeadCompute, Wish
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.best_first import best_tree
@@ -29,26 +27,13 @@ from heads.medusa import MedusaHeads
 
 log = logging.getLogger("headlong.engine")
 
-FloatArray = npt.NDArray[np.floating[Any]]
-IntArray = npt.NDArray[np.int64]
-
 MIN_SURVIVAL = 0.01
-# Tokens of a head that get noise: beyond them log q is so low that winning takes luck no estimate could foresee.
-_NOISED = 512
 _PRIOR_WEIGHT = 30.0
 _DECAY = 0.99
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidates:
-    """What a head offers for one depth: tokens, best first, and the head's own confidence in each."""
-
-    tokens: list[int]
-    confidences: list[float]
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer(_Candidates):
+class _Offer(Candidates):
     """rates: how often each is right where its parent is, as calibrated; best first."""
 
     rates: list[float]
@@ -87,32 +72,53 @@ class MedusaDrafter:
         self._coupling = coupling
         self._eos = eos_token_ids
         self._requests: dict[str, _RequestState] = {}
+        self._compute: HeadCompute = PlainHeadCompute()
         # Greedy and sampled drafts are ranked by different scores, so they are calibrated apart.
         self._tables = {greedy: _tables(heads.num_heads, calibration) for greedy in (True, False)}
 
+    def compute_with(self, compute: HeadCompute) -> None:
+        """Packs the heads: afterwards they cannot be trained or saved any more."""
+        self._compute = compute
+        compute.pack(self._heads)
+        compute.pack(self._lm_head)
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         ready = [context for context in contexts if context.accepted is not None and context.max_nodes > 0]
-        logits = iter(self._logits(ready)) if ready else iter(())
+        candidates = iter(self._candidates(ready)) if ready else iter(())
         return [
-            self._grow(context, next(logits)) if context.accepted is not None and context.max_nodes > 0 else DraftTree()
+            self._grow(context, next(candidates))
+            if context.accepted is not None and context.max_nodes > 0
+            else DraftTree()
             for context in contexts
         ]
 
     @torch.inference_mode()
-    def _logits(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
-        """[contexts, heads, draft vocabulary], float32 on the CPU: one pass of the heads for all of them."""
+    def _candidates(self, contexts: Sequence[DraftContext]) -> list[list[Candidates]]:
+        """Of each context and depth, from one pass of the heads for all of them."""
         states = torch.stack([context.accepted.final for context in contexts if context.accepted is not None])
-        logits: torch.Tensor = self._lm_head(self._heads(states.float()))
-        return logits.transpose(0, 1).cpu()
+        logits: torch.Tensor = self._lm_head(self._heads(states.float())).transpose(0, 1).float().cpu().contiguous()
+        wishes: list[Wish] = []
+        for row, context in zip(logits, contexts, strict=True):
+            sampling, first = context.sampling, len(context.token_ids)
+            is_plain = is_greedy(sampling)
+            if needs_processing(sampling):
+                row.copy_(self._processed(context, row))
+            elif not is_plain:
+                row.div_(sampling.temperature)
+            for depth in range(len(row)):
+                is_noisy = self._coupling and not is_plain
+                key = NoiseKey(sampling.seed, first + depth) if is_noisy else None
+                wishes.append(Wish(context.max_nodes if depth < context.max_depth else 0, key))
+        found = self._compute.candidates(logits.flatten(0, 1), self._token_ids, wishes)
+        depths = logits.shape[1]
+        return [found[at : at + depths] for at in range(0, len(found), depths)]
 
-    def _grow(self, context: DraftContext, logits: torch.Tensor) -> DraftTree:
-        """logits: [heads, draft vocabulary]."""
+    def _grow(self, context: DraftContext, candidates: Sequence[Candidates]) -> DraftTree:
         state = self._state(context)
-        depths = min(len(logits), context.max_depth)
-        candidates = self._candidates(context, logits[:depths])
+        depths = min(len(candidates), context.max_depth)
         state.offers = [
             _by_rate(found, table.rates(found.confidences))
-            for found, table in zip(candidates, state.tables, strict=False)
+            for found, table in zip(candidates[:depths], state.tables, strict=False)
         ]
         tree = DraftTree()
         state.asked = [{} for _ in range(depths)]
@@ -151,34 +157,6 @@ class MedusaDrafter:
             state = _RequestState([shared.child() for shared in shared_tables])
             self._requests[context.request_id] = state
         return state
-
-    def _candidates(self, context: DraftContext, logits: torch.Tensor) -> list[_Candidates]:
-        scores, ids = self._log_probabilities(context, logits)
-        if is_greedy(context.sampling) or not self._coupling:
-            return [_best(row, ids, context.max_nodes) for row in scores]
-        count = min(_NOISED, scores.shape[1])
-        found = []
-        first = len(context.token_ids)
-        for depth, row in enumerate(scores):
-            near = np.argpartition(-row, count - 1)[:count]
-            near = near[row[near] > -np.inf]
-            key = NoiseKey(context.sampling.seed, first + depth)
-            if len(near) == 0:
-                found.append(_Candidates([], []))
-                continue
-            noise = gumbel_at([key], np.zeros(len(near), dtype=np.int64), ids[near])
-            perturbed = row[near] + noise
-            found.append(_best(_log_softmax(perturbed), ids[near], context.max_nodes))
-        return found
-
-    def _log_probabilities(self, context: DraftContext, logits: torch.Tensor) -> tuple[FloatArray, IntArray]:
-        """([heads, n], [n]): log q after the request's own processing, and the tokens it is over."""
-        sampling = context.sampling
-        if needs_processing(sampling):
-            logits = self._processed(context, logits)
-        elif not is_greedy(sampling):
-            logits = logits / sampling.temperature
-        return torch.log_softmax(logits, dim=-1).numpy(), self._token_ids
 
     def _processed(self, context: DraftContext, logits: torch.Tensor) -> torch.Tensor:
         """Bias, penalties, bans, temperature and filters, by the function that makes the target's rows.
@@ -222,18 +200,7 @@ def _tables(num_heads: int, calibration: Calibration | None) -> list[AcceptanceT
     return [AcceptanceTable(Buckets(edges, depth, _PRIOR_WEIGHT, _DECAY)) for depth in rates]
 
 
-def _best(scores: FloatArray, ids: IntArray, count: int) -> _Candidates:
-    """The ``count`` likeliest tokens. scores: [n] log-probabilities of the tokens ``ids``; a tie goes to the lower."""
-    count = min(count, len(scores))
-    if count == 0:
-        return _Candidates([], [])
-    top = np.argpartition(-scores, count - 1)[:count]
-    top = top[np.lexsort((ids[top], -scores[top]))]
-    top = top[scores[top] > -np.inf]
-    return _Candidates(ids[top].tolist(), np.exp(scores[top]).tolist())
-
-
-def _by_rate(found: _Candidates, rates: list[float]) -> _Offer:
+def _by_rate(found: Candidates, rates: list[float]) -> _Offer:
     """Best calibrated rate first; buckets may disagree with the heads' own order."""
     order = sorted(range(len(rates)), key=lambda rank: -rates[rank])
     return _Offer(
@@ -241,9 +208,3 @@ def _by_rate(found: _Candidates, rates: list[float]) -> _Offer:
         [found.confidences[rank] for rank in order],
         [rates[rank] for rank in order],
     )
-
-
-def _log_softmax(scores: FloatArray) -> FloatArray:
-    shifted = scores - scores.max()
-    normalised: FloatArray = shifted - np.log(np.exp(shifted).sum())
-    return normalised

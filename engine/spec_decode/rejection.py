@@ -9,6 +9,7 @@ for the same drafts, but not the output of plain decoding. At temperature 0 it e
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,7 @@ from engine.sampler.filters import active_filters
 from engine.sampler.margins import boundary_distance, choice_margin, log_odds_distance
 from engine.sampler.noise import NoiseKey, uniforms
 from engine.sampler.processing import TargetRow, is_greedy
-from engine.sampler.sample import sample
+from engine.sampler.sample import Draw, gumbel_argmax, sample
 from engine.spec_decode.rule import Decision
 from engine.spec_decode.tree import DraftTree
 
@@ -24,8 +25,11 @@ _ACCEPT_STREAM = 2
 _SAMPLE_STREAM = 3
 
 
+@dataclass(frozen=True, slots=True)
 class RejectionRule:
-    """Verifies a chain; of a tree, the first branch (each node's first child)."""
+    """Verifies a chain; of a tree, the first branch (each node's first child). draw: how residuals are sampled."""
+
+    draw: Draw = gumbel_argmax
 
     def choose(self, logits: torch.Tensor, decisions: Sequence[Decision]) -> list[int]:
         drafted = {
@@ -42,9 +46,8 @@ class RejectionRule:
             else:
                 residual[index, token] = -torch.inf
         rest = [index for index in range(len(decisions)) if index not in accepted]
-        sampled = sample(
-            residual[rest], [decisions[i].sampling for i in rest], [_sample_key(decisions[i]) for i in rest]
-        )
+        keys = [_sample_key(decisions[i]) for i in rest]
+        sampled = sample(residual[rest], [decisions[i].sampling for i in rest], keys, self.draw)
         accepted.update(zip(rest, sampled, strict=True))
         return [accepted[index] for index in range(len(decisions))]
 

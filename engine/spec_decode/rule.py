@@ -11,7 +11,7 @@ import torch
 from engine.sampler.margins import choice_margin
 from engine.sampler.noise import NoiseKey
 from engine.sampler.processing import TargetRow
-from engine.sampler.sample import sample
+from engine.sampler.sample import Draw, gumbel_argmax, sample
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.tree import DraftTree
 
@@ -43,16 +43,19 @@ class Rule(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class MatchRule:
     """y = argmax(log p + g), with Gumbel noise g keyed by (seed, position): the draft never enters the choice.
 
     The output is a function of the prompt, the parameters and the seed alone. Idea: drafter-invariant speculative
-    decoding, arXiv 2408.07978.
+    decoding, arXiv 2408.07978. draw: how sampled rows are drawn (``engine.sampler.sample``).
     """
+
+    draw: Draw = gumbel_argmax
 
     def choose(self, logits: torch.Tensor, decisions: Sequence[Decision]) -> list[int]:
         keys = [NoiseKey(decision.sampling.seed, decision.position) for decision in decisions]
-        return sample(logits, [decision.sampling for decision in decisions], keys)
+        return sample(logits, [decision.sampling for decision in decisions], keys, self.draw)
 
     def margin(self, decision: Decision, token: int) -> float:
         key = NoiseKey(decision.sampling.seed, decision.position)

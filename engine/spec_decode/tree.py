@@ -53,6 +53,11 @@ class DraftTree:
         self._children[parent, token] = node
         return node
 
+    def copy(self) -> DraftTree:
+        return DraftTree(
+            self.tokens[:], self.parents[:], self.depths[:], self.survival[:], self.methods[:], dict(self._children)
+        )
+
     def child(self, node: int, token: int) -> int | None:
         """The child of ``node`` that carries ``token``, or None. Siblings have distinct tokens."""
         return self._children.get((node, token))
@@ -120,8 +125,9 @@ class DraftTree:
 
 def merged(trees: Iterable[DraftTree]) -> DraftTree:
     """One tree holding every node of ``trees``; equal paths are one node that belongs to the first tree."""
-    result = DraftTree()
-    for tree in trees:
+    rest = iter(trees)
+    result = next(rest, DraftTree()).copy()
+    for tree in rest:
         renumbered = {ROOT: ROOT}
         for node, token in enumerate(tree.tokens):
             parent = renumbered[tree.parents[node]]

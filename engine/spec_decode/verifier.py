@@ -19,6 +19,7 @@ import torch
 from engine.config import VerifierName
 from engine.errors import RequestFailedError
 from engine.sampler.processing import RowContext, gather_rows, target_row
+from engine.sampler.sample import Draw, gumbel_argmax
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.rejection import RejectionRule
 from engine.spec_decode.rule import Decision, MatchRule, Rule
@@ -67,9 +68,9 @@ class Verifier(Protocol):
         ...
 
 
-def make_verifier(name: VerifierName) -> Verifier:
-    """The verifier that ``speculation.verifier`` names."""
-    return TreeVerifier(MatchRule() if name == "match" else RejectionRule())
+def make_verifier(name: VerifierName, draw: Draw = gumbel_argmax) -> Verifier:
+    """The verifier that ``speculation.verifier`` names. draw: how sampled rows are drawn."""
+    return TreeVerifier(MatchRule(draw) if name == "match" else RejectionRule(draw))
 
 
 def verify(items: Sequence[VerifyItem], logits: torch.Tensor) -> list[VerifyResult]:

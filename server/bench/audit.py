@@ -2,50 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 
+from server.bench.acceptance import DrafterShare, drafter_shares
 from server.bench.client import Measured, Sampling, ServerFault, ServerInfo
 from server.bench.compare import Comparison, Difference, Pair, Plan, compare
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShare:
-    """What one drafter gave to a run.
-
-    by_depth[d - 1]: its drafted tokens that were kept at depth d. decode_steps: forwards of the whole run, so that
-    the shares of all drafters and the one token that a forward always gives add up to the acceptance length, but for
-    answers that end inside a draft.
-    """
-
-    drafter: str
-    by_depth: tuple[int, ...]
-    decode_steps: int
-
-    @property
-    def accepted_tokens(self) -> int:
-        return sum(self.by_depth)
-
-    @property
-    def tokens_per_forward(self) -> float:
-        """What it added to the acceptance length."""
-        return self.accepted_tokens / self.decode_steps if self.decode_steps else 0.0
-
-    @property
-    def rate_by_depth(self) -> list[float]:
-        """The share of all forwards that kept a token of this drafter at depth 1, 2, ..."""
-        return [count / self.decode_steps for count in self.by_depth] if self.decode_steps else []
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "accepted_tokens": self.accepted_tokens,
-            "tokens_per_forward": self.tokens_per_forward,
-            "accepted_by_depth": list(self.by_depth),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +44,7 @@ class Audit:
 
     def shares(self, drafters: Sequence[str]) -> list[DrafterShare]:
         """One for each of ``drafters``, in their order, and for any other that had a token accepted."""
-        accepted: Counter[tuple[str, int]] = Counter()
-        for pair in self.comparison.pairs:
-            accepted.update(pair.on.accepted)
-        steps = sum(pair.on.acceptance.get("num_decode_steps", 0) for pair in self.comparison.pairs)
-        names = dict.fromkeys([*drafters, *sorted({name for name, _ in accepted})])
-        return [_share(name, accepted, steps) for name in names]
+        return drafter_shares((pair.on for pair in self.comparison.pairs), drafters)
 
     def as_dict(self, drafters: Sequence[str]) -> dict[str, Any]:
         """The audit's part of a report; the differences carry both answers, so that they can be looked into."""
@@ -147,12 +107,6 @@ async def audited(
 def _drafted_steps(answer: Measured) -> int:
     steps: int = answer.acceptance.get("num_spec_steps", 0)
     return steps
-
-
-def _share(drafter: str, accepted: Counter[tuple[str, int]], decode_steps: int) -> DrafterShare:
-    deepest = max((depth for name, depth in accepted if name == drafter), default=0)
-    by_depth = tuple(accepted[drafter, depth] for depth in range(1, deepest + 1))
-    return DrafterShare(drafter, by_depth, decode_steps)
 
 
 def _answer(side: Measured) -> dict[str, Any]:

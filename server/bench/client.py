@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
 import orjson
 
 _TIMEOUT = httpx.Timeout(600.0)
+# As many requests at once as are asked for; and idle connections are dropped before a server drops them (5 s is usual),
+# for a request on a connection that is being closed fails.
+_LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
 _MAX_ERROR_CHARACTERS = 300
 
 
@@ -59,49 +63,76 @@ class Sampling:
 class Measured:
     """One answer. Times in seconds since the request was sent; completion_tokens comes from the server's usage.
 
-    acceptance: the server's figures (``server.acceptance``). accepted: drafted tokens that were kept, by (method,
-    depth); depth 1 is the first drafted token of a step.
+    chunk_times: when each chunk with text arrived; an opening chunk without any does not count. has_usage: the server
+    told its token counts. acceptance: the server's figures (``server.acceptance``). accepted: drafted tokens that were
+    kept, by (method, depth); depth 1 is the first drafted token of a step. depths: of each token, 0 where a forward
+    gave it without a draft.
     """
 
-    first_token: float = 0.0
     total: float = 0.0
+    chunk_times: list[float] = field(default_factory=list)
+    has_usage: bool = False
     completion_tokens: int = 0
     prompt_tokens: int = 0
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     margins: list[float | None] = field(default_factory=list)
     accepted: Counter[tuple[str, int]] = field(default_factory=Counter)
+    depths: list[int] = field(default_factory=list)
     acceptance: dict[str, Any] = field(default_factory=dict)
     finish_reason: str | None = None
 
     @property
+    def first_token(self) -> float:
+        """When the first text arrived; the end of an answer that has none."""
+        return self.chunk_times[0] if self.chunk_times else self.total
+
+    @property
     def decode_rate(self) -> float:
-        """Tokens after the first, per second."""
+        """Tokens after the first, per second; 0 where there are none."""
         seconds = self.total - self.first_token
         return (self.completion_tokens - 1) / seconds if seconds > 0 and self.completion_tokens > 1 else 0.0
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Of the tokens after the first (TPOT); None where there are none."""
+        rate = self.decode_rate
+        return 1 / rate if rate else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between chunks with text."""
+        return [after - before for before, after in pairwise(self.chunk_times)]
+
+    def count_from(self, seconds: float) -> None:
+        """Counts all times from ``seconds`` before the request was sent, when it was due."""
+        self.chunk_times = [at + seconds for at in self.chunk_times]
+        self.total += seconds
+
     def take(self, chunk: dict[str, Any], now: float) -> None:
         """Adds one chunk of the stream. Raises ServerFault if it carries an error."""
-        if "error" in chunk:
+        if chunk.get("error"):
             raise ServerFault(f"the stream ended with an error: {_message(chunk)}")
         for choice in chunk.get("choices", ()):
             self._take_choice(choice, now)
         if usage := chunk.get("usage"):
+            self.has_usage = True
             self.completion_tokens = usage["completion_tokens"]
             self.prompt_tokens = usage["prompt_tokens"]
         if metrics := chunk.get("metrics"):
             self.acceptance = metrics.get("speculative_decoding") or {}
 
     def _take_choice(self, choice: dict[str, Any], now: float) -> None:
-        ids = choice.get("token_ids") or []
-        if ids and not self.token_ids:
-            self.first_token = now
-        self.text += choice.get("delta", {}).get("content") or ""
-        self.token_ids += ids
+        delta = choice.get("delta") or {}
+        text = delta.get("content") or ""
+        if text or delta.get("reasoning_content"):
+            self.chunk_times.append(now)
+        self.text += text
+        self.token_ids += choice.get("token_ids") or []
         self.margins += choice.get("margins") or []
-        self.accepted.update(
-            (token["method"], token["depth"]) for token in choice.get("accepted_by") or () if token["depth"]
-        )
+        accepted_by = choice.get("accepted_by") or ()
+        self.depths += [token["depth"] for token in accepted_by]
+        self.accepted.update((token["method"], token["depth"]) for token in accepted_by if token["depth"])
         self.finish_reason = choice.get("finish_reason") or self.finish_reason
 
     def check_complete(self) -> None:
@@ -115,52 +146,69 @@ class Measured:
 def connect(url: str, api_key: str | None = None) -> httpx.AsyncClient:
     """A client of the server at ``url``, with or without ``/v1`` at its end."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    return httpx.AsyncClient(base_url=url.rstrip("/").removesuffix("/v1"), timeout=_TIMEOUT, headers=headers)
+    base = url.rstrip("/").removesuffix("/v1")
+    return httpx.AsyncClient(base_url=base, timeout=_TIMEOUT, limits=_LIMITS, headers=headers)
 
 
 async def server_info(client: httpx.AsyncClient) -> ServerInfo:
     """Asks the server what it is. Raises ServerFault or httpx.HTTPError."""
-    version = await _get(client, "/version")
-    models = await _get(client, "/v1/models")
+    version = await get(client, "/version")
+    models = await get(client, "/v1/models")
     try:
         return ServerInfo(str(client.base_url).rstrip("/"), str(version["version"]), dict(models["data"][0]))
     except (KeyError, IndexError, TypeError, ValueError):
         raise ServerFault("the server lists no model, or not as a headlong server does") from None
 
 
-async def _get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
+async def get(client: httpx.AsyncClient, path: str) -> dict[str, Any]:
+    """A JSON object of the server. Raises ServerFault or httpx.HTTPError."""
     response = await client.get(path)
     if response.status_code != 200:
         raise _refusal(path, response.status_code, response.content)
     return _parsed(response.content, path)
 
 
-async def measure(client: httpx.AsyncClient, prompt: str, sampling: Sampling, *, speculate: bool) -> Measured:
-    """Streams one answer. Raises ServerFault or httpx.HTTPError."""
-    path, body = "/v1/chat/completions", _body(prompt, sampling, speculate)
+async def measure(
+    client: httpx.AsyncClient, prompt: str, sampling: Sampling, *, speculate: bool, cache_salt: str = ""
+) -> Measured:
+    """Streams one answer of a headlong server. Raises ServerFault or httpx.HTTPError."""
+    measured = await stream_chat(client, _body(prompt, sampling, speculate) | {"cache_salt": cache_salt})
+    measured.check_complete()
+    return measured
+
+
+async def stream_chat(client: httpx.AsyncClient, body: dict[str, Any]) -> Measured:
+    """Streams a chat answer to its end, whole or not. Raises ServerFault or httpx.HTTPError."""
+    path = "/v1/chat/completions"
     measured, began = Measured(), time.perf_counter()
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
             raise _refusal(path, response.status_code, await response.aread())
         async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                measured.take(_parsed(line[6:], path), time.perf_counter() - began)
+            event = line.removeprefix("data:").strip()
+            if event and event != line and event != "[DONE]":
+                measured.take(_parsed(event, path), time.perf_counter() - began)
     measured.total = time.perf_counter() - began
-    measured.check_complete()
     return measured
 
 
 def _body(prompt: str, sampling: Sampling, speculate: bool) -> dict[str, Any]:
+    return plain_body(prompt, sampling) | {
+        "max_completion_tokens": sampling.max_tokens,
+        "speculation": {"enabled": speculate, "method": sampling.method, "stats": True, "detail": sampling.detail},
+        "return_token_ids": True,
+        "return_margins": sampling.margins,
+    }
+
+
+def plain_body(prompt: str, sampling: Sampling) -> dict[str, Any]:
+    """What every OpenAI-compatible server is asked, but for the token limit, which has two names."""
     return {
         "messages": [{"role": "user", "content": prompt}],
-        "max_completion_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "speculation": {"enabled": speculate, "method": sampling.method, "stats": True, "detail": sampling.detail},
-        "return_token_ids": True,
-        "return_margins": sampling.margins,
     }
 
 

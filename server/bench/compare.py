@@ -102,7 +102,7 @@ class Comparison:
 
     def summary(self) -> dict[str, Any]:
         """The figures of a report."""
-        ratios, differences = self.ratio_by_round(), self.differences()
+        ratios = self.ratio_by_round()
         return {
             "pairs": len(self.pairs),
             "time_ratio_off_over_on": {
@@ -113,18 +113,26 @@ class Comparison:
             },
             "on": side_summary([pair.on for pair in self.pairs]),
             "off": side_summary([pair.off for pair in self.pairs]),
-            "identical": len(self.pairs) - len(differences),
-            "differences": [
-                {
-                    "prompt": pair.prompt,
-                    "round": pair.round,
-                    "kind": difference.kind,
-                    "token": difference.token,
-                    "margin": difference.margin,
-                }
-                for pair, difference in differences
-            ],
+            **identity(self.pairs),
         }
+
+
+def identity(pairs: Sequence[Pair]) -> dict[str, Any]:
+    """How many answers speculation left as they are, and where each of the others parts."""
+    differences = [(pair, difference) for pair in pairs if (difference := pair.difference) is not None]
+    return {
+        "identical": len(pairs) - len(differences),
+        "differences": [
+            {
+                "prompt": pair.prompt,
+                "round": pair.round,
+                "kind": difference.kind,
+                "token": difference.token,
+                "margin": difference.margin,
+            }
+            for pair, difference in differences
+        ],
+    }
 
 
 def side_summary(sides: Sequence[Measured]) -> dict[str, Any]:

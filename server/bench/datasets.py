@@ -1,4 +1,4 @@
-"""Prompts to measure with: public benchmarks from installed packages, copy-heavy edits, or a user's file."""
+"""Prompts to measure with: public benchmarks from installed packages, edits, long texts, or a user's file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from server.bench.long_texts import long_context, shared_prefix
 
 # Module, function and the variable to rename, of ``edits``.
 EDITED_FUNCTIONS: Sequence[tuple[str, str, str]] = (
@@ -51,12 +53,11 @@ class Dataset:
 
 
 def load_dataset(name: str, count: int | None = None) -> Dataset:
-    """``mt-bench``, ``humaneval``, ``edits`` or the path of a file (JSON lines with ``prompt``, or one prompt a line).
+    """One of ``DATASETS`` or the path of a file (JSON lines with ``prompt``, or one prompt a line).
 
     Raises DatasetError.
     """
-    readers: dict[str, Callable[[], list[str]]] = {"mt-bench": _mt_bench, "humaneval": _human_eval, "edits": _edits}
-    prompts = readers[name]() if name in readers else _user_file(Path(name))
+    prompts = _READERS[name]() if name in _READERS else _user_file(Path(name))
     if not prompts:
         raise DatasetError(f"{name} holds no prompt")
     return Dataset(name, tuple(prompts[:count]), len(prompts))
@@ -116,7 +117,7 @@ def _user_file(path: Path) -> list[str]:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise DatasetError(
-            f"{path} is neither a known dataset (mt-bench, humaneval, edits) nor readable: {error}"
+            f"{path} is neither a known dataset ({', '.join(DATASETS)}) nor readable: {error}"
         ) from error
     if path.suffix != ".jsonl":
         return lines
@@ -124,3 +125,23 @@ def _user_file(path: Path) -> list[str]:
         return [str(json.loads(line)["prompt"]) for line in lines]
     except (ValueError, KeyError, TypeError) as error:
         raise DatasetError(f'{path}: every line must be a JSON object with "prompt" ({error})') from error
+
+
+def _long_text(make: Callable[[], list[str]]) -> Callable[[], list[str]]:
+    def prompts() -> list[str]:
+        try:
+            return make()
+        except (ImportError, KeyError) as error:
+            raise DatasetError(f"this Python lacks its language reference ({error}); name a file of prompts") from error
+
+    return prompts
+
+
+_READERS: dict[str, Callable[[], list[str]]] = {
+    "mt-bench": _mt_bench,
+    "humaneval": _human_eval,
+    "edits": _edits,
+    "long-context": _long_text(long_context),
+    "shared-prefix": _long_text(shared_prefix),
+}
+DATASETS = tuple(_READERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,6 +28,7 @@ def report_head(server: ServerInfo, datasets: Iterable[Dataset]) -> dict[str, An
         "headlong": VERSION,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "cores": os.cpu_count(),
         "server": server.as_dict(),
         "datasets": {data.name: {"prompts": len(data.prompts), "sha256": data.digest} for data in datasets},
     }

@@ -10,20 +10,19 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from server.bench.client import ServerFault
-from server.bench.compare import Pair
 from server.bench.datasets import DatasetError
 from server.bench.report import ReportError
 from server.cli.failure import fail
 
 
 @contextmanager
-def measuring_bar(label: str, total: int) -> Iterator[Callable[[Pair], None]]:
-    """A bar on stderr; call what it gives once a pair."""
+def measuring_bar(label: str, total: int) -> Iterator[Callable[[object], None]]:
+    """A bar on stderr; call what it gives once an answer or pair."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(label, total=total)
 
-        def advance(_: Pair) -> None:
+        def advance(_: object) -> None:
             bar.advance(task)
 
         yield advance

@@ -23,9 +23,9 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from engine.assembly import assemble, make_drafters  # noqa: E402
+from engine.backend import choose_backend  # noqa: E402
 from engine.config import DEFAULT_MODEL, EngineConfig, EngineSettings, ModelConfig, SpeculationConfig  # noqa: E402
 from engine.draft_test import Acceptance, measure_acceptance  # noqa: E402
-from engine.linear import pack_linears  # noqa: E402
 from engine.loading import load_model  # noqa: E402
 from engine.sampling_params import SamplingParams  # noqa: E402
 from server.bench.datasets import load_dataset  # noqa: E402
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8, help="prompts answered side by side")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.8, 1.0])
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS), help="each a list such as suffix,medusa")
+    parser.add_argument("--quantization", default="auto", choices=["auto", "none", "int8"])
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     dataset = load_dataset(options.dataset, options.n)
@@ -63,16 +64,16 @@ def main() -> None:
         for names, _, coupling in rows
     ]
     made = [make_drafters(one, loaded) for one in settings]
-    pack_linears(loaded.model)
+    engine = EngineConfig(max_num_seqs=options.clients, max_num_batched_tokens=512, kv_cache_memory=1 << 30)
+    backend = choose_backend(loaded, options.quantization, engine, print)
     table = Table(
         title=f"{options.dataset} ({len(prompts)} prompts, {options.max_tokens} tokens, {options.nodes} nodes)"
     )
     for column in ("drafters", "temperature", "coupling", "tau", "tokens", "forwards", "seconds"):
         table.add_column(column, justify="right")
-    engine = EngineConfig(max_num_seqs=options.clients, max_num_batched_tokens=512, kv_cache_memory=1 << 30)
     for (names, temperature, coupling), one, drafting in zip(rows, settings, made, strict=True):
         core = assemble(
-            loaded,
+            backend,
             EngineSettings(ModelConfig(options.model), engine, one),
             lambda _: None,
             drafting.drafters,

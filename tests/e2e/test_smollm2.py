@@ -15,14 +15,14 @@ import openai
 import pytest
 from running_server import RunningServer, running_server
 
+from engine.compiled.build import CompiledStepError, find_compiler
+
 EDIT = (
     "Repeat this Python code exactly, but rename `total` to `amount`. Output only the code.\n\n```python\n"
     "def add_all(numbers):\n    total = 0\n    for number in numbers:\n        total += number\n    return total\n\n\n"
     "def mean(numbers):\n    total = add_all(numbers)\n    return total / len(numbers)\n```"
 )
 PROMPTS = [EDIT, "Why is the sky blue?", "List the days of the week, twice."]
-# fp32: a row computed among others differs in its last bits; ``ModelInfo.margin_bound``.
-NEAR_TIE = 2e-3
 
 
 def chat(server: RunningServer, content: str, **fields: Any) -> dict[str, Any]:
@@ -33,6 +33,11 @@ def chat(server: RunningServer, content: str, **fields: Any) -> dict[str, Any]:
     return answer
 
 
+def model_of(server: RunningServer) -> dict[str, Any]:
+    model: dict[str, Any] = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"][0]
+    return model
+
+
 def both_ways(server: RunningServer, content: str, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The first choice with speculation and without."""
     fields = {"return_token_ids": True, "return_margins": True, **fields}
@@ -40,10 +45,11 @@ def both_ways(server: RunningServer, content: str, **fields: Any) -> tuple[dict[
     return on["choices"][0], off["choices"][0]
 
 
-def assert_same_or_near_tie(on: dict[str, Any], off: dict[str, Any]) -> None:
+def assert_same_or_near_tie(on: dict[str, Any], off: dict[str, Any], bound: float) -> None:
+    """bound: the server's margin_bound; 0, that of a deterministic runner, allows no difference."""
     for index, (one, two) in enumerate(zip(on["token_ids"], off["token_ids"], strict=False)):
         if one != two:
-            assert min(on["margins"][index], off["margins"][index]) < NEAR_TIE, f"token {index} differs"
+            assert min(on["margins"][index], off["margins"][index]) < bound, f"token {index} differs"
             return
     assert on["message"] == off["message"]
     assert on["finish_reason"] == off["finish_reason"]
@@ -73,12 +79,23 @@ def test_every_parameter_gives_the_same_tokens_with_and_without_speculation(serv
     accepted = server.metric("headlong_spec_decode_num_accepted_tokens_total")
     fields = {"seed": 11, "max_tokens": 40, "logprobs": True, "top_logprobs": 3, **PARAMETERS[name]}
     on, off = both_ways(server, EDIT, **fields)
-    assert_same_or_near_tie(on, off)
+    model = model_of(server)
+    assert_same_or_near_tie(on, off, model["margin_bound"])
     if on["token_ids"] == off["token_ids"]:
         for one, two in zip(on["logprobs"]["content"], off["logprobs"]["content"], strict=True):
-            assert one["logprob"] == pytest.approx(two["logprob"], abs=1e-4)
+            assert one["logprob"] == pytest.approx(two["logprob"], abs=0.0 if model["deterministic"] else 1e-4)
     if name == "greedy":
         assert server.metric("headlong_spec_decode_num_accepted_tokens_total") > accepted + 10
+
+
+def test_the_default_model_computes_in_int8_with_the_compiled_step(server: RunningServer) -> None:
+    try:
+        find_compiler()
+    except CompiledStepError as error:
+        pytest.skip(str(error))
+    model = model_of(server)
+    found = (model["runner"], model["quantization"], model["deterministic"], model["margin_bound"])
+    assert found == ("compiled", "int8", True, 0.0)
 
 
 @pytest.mark.parametrize("content", PROMPTS)

@@ -33,4 +33,5 @@ def test_the_default_server_is_exact(server: RunningServer, tmp_path: Path) -> N
     assert greedy["drafters"]["suffix"]["accepted_tokens"] > 0
     assert greedy["on"]["acceptance_length"] > 1.0 == greedy["off"]["acceptance_length"]
     # Margins of equal tokens come from the same logits, whichever forward computed them.
-    assert greedy["largest_margin_gap"] < report["margin_bound"]
+    gap, bound = greedy["largest_margin_gap"], report["margin_bound"]
+    assert gap < bound or gap == bound == 0.0

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_engine import Sizes, request, run, tiny_core, tiny_model
+from tiny_engine import Sizes, as_loaded, request, run, tiny_core, tiny_model
 
+from engine.backend import choose_backend
+from engine.config import EngineConfig
 from engine.errors import ModelLoadError
 from engine.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(("block_size", "num_blocks"), [(1, 30), (4, 9), (16, 3)])
-def test_a_pool_smaller_than_the_measured_steps_still_serves(block_size: int, num_blocks: int) -> None:
-    core = tiny_core("llama", (), Sizes(block_size=block_size, num_blocks=num_blocks))
+def test_a_pool_smaller_than_the_measured_steps_still_serves(
+    block_size: int, num_blocks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    core = tiny_core("llama", (), Sizes(block_size=block_size, num_blocks=num_blocks), measures_steps=True)
+    assert list(tmp_path.rglob("steps/*.json")), "nothing was measured"
     answer = run(core, [request("r", [5, 9], SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True))])["r"]
     assert len(answer.ids) == 6
 
@@ -24,12 +31,24 @@ def test_a_pool_that_is_too_small_is_refused_in_one_sentence(block_size: int, nu
         tiny_core("llama", (), Sizes(block_size=block_size, num_blocks=num_blocks))
 
 
-def test_an_architecture_that_fails_in_its_own_way_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_paged_alone", [False, True])
+def test_an_architecture_that_fails_in_its_own_way_is_refused(
+    is_paged_alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model: Any = tiny_model("llama")
+    forward = model.forward
 
-    def broken(*_: Any, **__: Any) -> Any:
+    def broken(*arguments: Any, **passed: Any) -> Any:
+        if is_paged_alone and "headlong_step" not in passed:
+            return forward(*arguments, **passed)
         raise TypeError("forward() got an unexpected argument")
 
     monkeypatch.setattr(model, "forward", broken)
+
+    def made() -> Any:
+        if is_paged_alone:
+            return tiny_core("llama")
+        return choose_backend(as_loaded(model), "auto", EngineConfig(runner="transformers"), lambda _: None)
+
     with pytest.raises(ModelLoadError, match="LlamaForCausalLM cannot be served: its forward pass failed"):
-        tiny_core("llama")
+        made()

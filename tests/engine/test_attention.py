@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import ARCHITECTURES, tiny_config, tiny_model
+from tiny_engine import ARCHITECTURES, as_loaded, tiny_config, tiny_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -17,11 +17,10 @@ from transformers import (
 )
 
 from engine.attention.cache import PagedKV
-from engine.attention.check import check_against_eager, layer_shapes
+from engine.attention.check import check_tokens, layer_shapes, vocab_size
 from engine.attention.paged import paged_attention
-from engine.batch import BatchBuilder
+from engine.backend import RunnerNeeds, TransformersBackend
 from engine.errors import ModelLoadError
-from engine.model_runner import TransformersRunner
 from engine.step_bench import StepBench
 
 CPU = torch.device("cpu")
@@ -32,15 +31,10 @@ SIZES: dict[str, Any] = dict(  # noqa: C408
 
 
 def check(model: PreTrainedModel) -> None:
-    cache = PagedKV(layer_shapes(model), 16 * 4, dtype=model.dtype, device=CPU)
-    runner = TransformersRunner(model, cache)
-    bench = StepBench(runner, BatchBuilder(cache, 4, CPU), 4, 16)
-
-    def logits_of(token_ids: list[int]) -> torch.Tensor:
-        runner.bind()
-        return bench.logits(token_ids)
-
-    check_against_eager(model, logits_of)
+    """The paged logits of a model's plain modules against its own."""
+    backend = TransformersBackend(as_loaded(model), packs=False)
+    bench = StepBench(backend.make_runner(RunnerNeeds(num_slots=16 * 4, block_size=4)), 4, 16)
+    backend.check(bench.logits(check_tokens(vocab_size(model))))
 
 
 def random_model(config: Any, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
-from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, request, run, tiny_core, tiny_model
+from tiny_engine import ARCHITECTURES, EOS, as_loaded, request, run, tiny_core, tiny_model
 
 from engine.assembly import assemble
+from engine.backend import Backend, TransformersBackend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.errors import RequestFailedError
-from engine.loading import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.outputs import StepOutput
 from engine.sampling_params import SamplingParams
@@ -20,9 +18,11 @@ from heads.data import Ask, first_loop
 from heads.settings import AnswerSettings
 
 
+def backend_of(architecture: str, digest: str = "0") -> Backend:
+    return TransformersBackend(as_loaded(tiny_model(architecture), architecture, digest))
+
+
 def generator(architecture: str, *, max_tokens: int = 24, seqs: int = 4, memory: int = 1 << 20) -> AnswerGenerator:
-    model = tiny_model(architecture)
-    loaded = LoadedModel(model, Path("tiny"), "0", architecture, type(model).__name__, (EOS,), MAX_LEN)
     recorders: list[StateRecorder] = []
 
     def recorder(runner: ModelRunner) -> ModelRunner:
@@ -33,7 +33,7 @@ def generator(architecture: str, *, max_tokens: int = 24, seqs: int = 4, memory:
         device="cpu", block_size=4, kv_cache_memory=memory, max_num_seqs=seqs, max_num_batched_tokens=16
     )
     settings = EngineSettings(ModelConfig("tiny", dtype="float64"), engine, SpeculationConfig(enabled=False))
-    core = assemble(loaded, settings, lambda _: None, [], recorder=recorder).core
+    core = assemble(backend_of(architecture), settings, lambda _: None, [], recorder=recorder).core
     return AnswerGenerator(core, recorders[0], max_tokens)
 
 
@@ -112,11 +112,13 @@ def test_every_other_ask_is_greedy_and_seeds_fit_a_shard() -> None:
 
 
 def test_the_plan_tells_runs_apart() -> None:
-    settings = AnswerSettings()
-    plan = answer_plan("model", ASKS, settings)
-    assert plan == answer_plan("model", ASKS, AnswerSettings(tokens=5, concurrency=2)), (
+    settings, backend = AnswerSettings(), backend_of("llama")
+    plan = answer_plan(backend, ASKS, settings)
+    assert plan == answer_plan(backend, ASKS, AnswerSettings(tokens=5, concurrency=2)), (
         "more of the same is no other run"
     )
-    assert plan != answer_plan("other", ASKS, settings)
-    assert plan != answer_plan("model", ASKS[1:], settings)
-    assert plan != answer_plan("model", ASKS, AnswerSettings(max_tokens=5))
+    assert plan != answer_plan(backend_of("llama", "other"), ASKS, settings)
+    assert plan != answer_plan(backend, ASKS[1:], settings)
+    assert plan != answer_plan(backend, ASKS, AnswerSettings(max_tokens=5))
+    backend.quantization = "int8"
+    assert plan != answer_plan(backend, ASKS, settings), "other weights choose other tokens"

@@ -56,8 +56,18 @@ def tiny_model(vocabulary: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def write_gguf(path: Path, *, pre: str = "smollm", architecture: str = "llama", **extra: int) -> LlamaForCausalLM:
-    """Writes a two-layer Llama with a byte-level vocabulary; returns the model it was written from."""
+def write_gguf(
+    path: Path,
+    *,
+    pre: str = "smollm",
+    architecture: str = "llama",
+    matrices: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    **extra: int,
+) -> LlamaForCausalLM:
+    """Writes a two-layer Llama with a byte-level vocabulary; returns the model it was written from.
+
+    matrices: how all weights but the norms are stored.
+    """
     tokens = [*CONTROL, *byte_alphabet(), "th", "the"]
     model = tiny_model(len(tokens))
     writer = gguf.GGUFWriter(str(path), architecture)
@@ -82,7 +92,10 @@ def write_gguf(path: Path, *, pre: str = "smollm", architecture: str = "llama", 
     for key, value in extra.items():
         writer.add_uint32(f"tokenizer.ggml.{key}", value)
     for name, tensor in gguf_tensors(model).items():
-        writer.add_tensor(name, tensor)
+        if tensor.ndim == 1:
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, gguf.quantize(tensor, matrices), raw_dtype=matrices)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -148,6 +161,16 @@ def test_converted_model_is_the_one_it_was_written_from(tmp_path: Path, cache: P
         "Converting Tiny.F32.gguf to safetensors",
         "Loading Tiny (float32 on cpu)",
     ]
+
+
+@pytest.mark.parametrize(
+    ("matrices", "is_quantized"), [("F32", False), ("F16", False), ("BF16", False), ("Q8_0", True)]
+)
+def test_weights_of_fewer_than_16_bits_are_told(tmp_path: Path, cache: Path, matrices: str, is_quantized: bool) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, matrices=gguf.GGMLQuantizationType[matrices])
+    assert load(path).is_quantized is is_quantized
+    assert load(load(path).path).is_quantized is False, "the folder it was converted to is no quantised file"
 
 
 def test_second_start_converts_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,6 +290,7 @@ def test_embedded_model(embedded: LoadedModel) -> None:
     assert (embedded.name, embedded.architecture) == ("SmolLM2-135M-Instruct", "LlamaForCausalLM")
     assert (embedded.eos_token_ids, embedded.max_position_embeddings) == ((2,), 8192)
     assert embedded.default_sampling == {}
+    assert embedded.is_quantized
     tokenizer = AutoTokenizer.from_pretrained(embedded.path)
     prompt = tokenizer.apply_chat_template([{"role": "user", "content": "What is 2+2?"}], add_generation_prompt=True)
     with torch.inference_mode():

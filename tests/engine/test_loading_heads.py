@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_engine import ARCHITECTURES, EOS, MAX_LEN, VOCAB, tiny_model
+from tiny_engine import ARCHITECTURES, VOCAB, as_loaded, tiny_model
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, PreTrainedModel
 
 from engine import assembly
@@ -29,9 +29,7 @@ CONFIG = HeadsConfig("medusa", 2, 32, VOCAB, BaseModel("llama", DIGEST))
 
 
 def loaded(architecture: str = "llama", **changes: str) -> LoadedModel:
-    model = tiny_model(architecture)
-    whole = LoadedModel(model, Path("tiny"), DIGEST, architecture, type(model).__name__, (EOS,), MAX_LEN)
-    return dataclasses.replace(whole, **changes)
+    return dataclasses.replace(as_loaded(tiny_model(architecture), architecture, DIGEST), **changes)
 
 
 def write(folder: Path, **changes: object) -> Path:

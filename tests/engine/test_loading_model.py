@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from engine.config import ModelConfig, Quantization
+from engine.config import ModelConfig
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel, load_model, memory
 
@@ -57,6 +57,7 @@ def test_a_folder(folder: Path) -> None:
     assert (loaded.name, loaded.path, loaded.architecture) == ("Tiny-Llama", folder, "LlamaForCausalLM")
     assert (loaded.eos_token_ids, loaded.max_position_embeddings, loaded.default_sampling) == ((2,), 256, {})
     assert len(loaded.digest) == 64
+    assert not loaded.is_quantized
     assert not loaded.model.training
     assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.float32}
@@ -79,12 +80,6 @@ def test_dtypes_that_cannot_be_used(folder: Path) -> None:
     if not torch.cuda.is_available():
         with pytest.raises(ModelLoadError, match="no CUDA device"):
             load_model(ModelConfig(path=str(folder)), torch.device("cuda"), None, print)
-
-
-@pytest.mark.parametrize("quantization", ["int8"])
-def test_quantization_is_not_there_yet(folder: Path, quantization: Quantization) -> None:
-    with pytest.raises(ModelLoadError, match="int8 is not available yet"):
-        load_model(ModelConfig(path=str(folder), quantization=quantization), CPU, None, print)
 
 
 def test_shards(folder: Path) -> None:

@@ -193,7 +193,7 @@ def toy_logits(tokens: Sequence[int]) -> list[float]:
     return [math.sin(7.0 * token + 3.0 * sum((i + 1) * t for i, t in enumerate(tokens))) * 2 for token in range(VOCAB)]
 
 
-class ScriptedRule(MatchRule):
+class ScriptedDraw:
     """Takes its tokens from a script instead of from noise, and notes the probability each had under its row."""
 
     def __init__(self, script: Sequence[int]) -> None:
@@ -201,7 +201,8 @@ class ScriptedRule(MatchRule):
         self.probability = 1.0
         self.steps = 0
 
-    def choose(self, logits: torch.Tensor, decisions: Sequence[Decision]) -> list[int]:
+    def __call__(self, logits: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
+        assert len(keys) == 1
         token = self.script[self.steps]
         self.steps += 1
         self.probability *= float(logits[0].softmax(0)[token])
@@ -215,11 +216,11 @@ def walk_law(tree: DraftTree, sampling: SamplingParams, depth: int) -> dict[tupl
     logits = torch.tensor(rows, dtype=torch.float64)
     law: dict[tuple[int, ...], float] = {}
     for script in itertools.product(range(VOCAB), repeat=depth + 1):
-        rule = ScriptedRule(script)
-        result = TreeVerifier(rule).verify([VerifyItem(PROMPT, 1, sampling, (), tree, 0)], logits)[0]
+        draw = ScriptedDraw(script)
+        result = TreeVerifier(MatchRule(draw)).verify([VerifyItem(PROMPT, 1, sampling, (), tree, 0)], logits)[0]
         assert result.error is None
         assert result.tokens == script[: len(result.tokens)]
-        law[result.tokens] = rule.probability
+        law[result.tokens] = draw.probability
     return law
 
 
@@ -306,11 +307,10 @@ def test_the_rejection_rule_emits_the_target_exactly(drafted: int, monkeypatch: 
     tree.add(drafted, ROOT, 1.0, "test")
     residuals: list[torch.Tensor] = []
 
-    def keep(rows: torch.Tensor, samplings: Sequence[SamplingParams], keys: Sequence[NoiseKey]) -> list[int]:
+    def keep(rows: torch.Tensor, keys: Sequence[NoiseKey]) -> list[int]:
         residuals.extend(row.softmax(0) for row in rows)
         return [-1] * len(rows)
 
-    monkeypatch.setattr(rejection, "sample", keep)
     emitted = torch.zeros(4, dtype=torch.float64)
     shares = 10
     for share in range(shares):
@@ -318,7 +318,7 @@ def test_the_rejection_rule_emits_the_target_exactly(drafted: int, monkeypatch: 
         monkeypatch.setattr(rejection, "uniforms", lambda keys, draw=draw: [draw] * len(keys))
         residuals.clear()
         decision = Decision(TargetRow(logits[0], logits[0]), SamplingParams(), 1, tree, ROOT)
-        token = RejectionRule().choose(logits, [decision])[0]
+        token = RejectionRule(keep).choose(logits, [decision])[0]
         if token == -1:
             emitted += residuals[0] / shares
         else:

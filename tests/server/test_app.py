@@ -35,6 +35,9 @@ async def test_models_lists_the_one_model(still_context: ContextFactory) -> None
         "parent": None,
         "max_model_len": 64,
         "margin_bound": 0.0,
+        "runner": "compiled",
+        "quantization": "int8",
+        "deterministic": True,
         "methods": ["suffix"],
         "verifier": "match",
     }

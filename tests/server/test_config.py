@@ -15,8 +15,9 @@ from server.config import Config, load_config
 from server.config_errors import ConfigError, dotted_keys
 
 CONTRACT_KEYS = """
-model.path model.revision model.dtype model.quantization model.trust engine.device engine.determinism
-engine.block_size engine.kv_cache_memory engine.max_model_len engine.max_num_seqs engine.max_num_batched_tokens
+model.path model.revision model.dtype model.quantization model.trust engine.device engine.runner
+engine.determinism engine.block_size engine.kv_cache_memory engine.max_model_len engine.max_num_seqs
+engine.max_num_batched_tokens
 engine.prefix_caching engine.num_threads engine.seed speculation.enabled speculation.drafters speculation.heads
 speculation.max_draft_tokens speculation.coupling speculation.verifier server.host server.port server.admin_port
 server.served_model_name server.api_keys_file server.max_waiting_tokens server.request_timeout server.drain_seconds
@@ -87,8 +88,9 @@ def test_frozen() -> None:
         ("server.admin_port=8000", ["server", "8000", "another number"]),
         ("server.request_timeout=.nan", ["server.request_timeout", "finite"]),
         ("server.cors_origins=x", ["server.cors_origins", "'x'", "a list"]),
-        ("model.quantization=int8", ["model.quantization", "int8", "not available yet"]),
-        ("engine.determinism=strict", ["engine.determinism", "strict", "not available yet"]),
+        ("model.quantization=int4", ["model.quantization", "'int4'", "'auto', 'none' or 'int8'"]),
+        ("engine.determinism=always", ["engine.determinism", "'always'", "'default' or 'strict'"]),
+        ("engine.runner=fast", ["engine.runner", "'fast'", "'auto', 'compiled' or 'transformers'"]),
         ("speculation.drafters=[suffix, mtp]", ["speculation.drafters", "mtp", "not available yet"]),
         ("speculation.drafters=[suffix, suffix]", ["speculation.drafters", "twice"]),
         ("speculation.drafters=[]", ["speculation", "empty"]),
@@ -108,6 +110,20 @@ def test_a_refusal_is_one_line_with_key_and_remedy(override: str, parts: list[st
 def test_rejection_without_coupling_is_accepted() -> None:
     config = load_config(None, ["speculation.verifier=rejection", "speculation.coupling=false"])
     assert config.to_engine_settings().speculation.verifier == "rejection"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "values"),
+    [
+        ("model", "quantization", ("auto", "none", "int8")),
+        ("engine", "determinism", ("default", "strict")),
+        ("engine", "runner", ("auto", "compiled", "transformers")),
+    ],
+)
+def test_how_steps_are_computed_reaches_the_engine(section: str, key: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        settings = load_config(None, [f"{section}.{key}={value}"]).to_engine_settings()
+        assert getattr(getattr(settings, section), key) == value
 
 
 def test_no_drafter_is_accepted_when_speculation_is_off() -> None:

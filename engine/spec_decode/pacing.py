@@ -1,0 +1,97 @@
+"""When a drafter is worth asking: its drafts must save more time than making them takes.
+
+Drafting costs time whether or not the controller then takes a node, and in a large batch it often takes none. So each
+drafter keeps a book for each size of batch: what its nodes were expected to save, less what it spent. In the red, it
+is asked only now and then, until that turns out well. Drafts never enter the text, so a clock may decide this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.scheduler import ScheduledRequest
+from engine.spec_decode.controller import StepCosts
+
+_TRIALS = 8  # proposals before a book is believed
+_WEIGHT = 0.1  # of the newest proposal in the average
+_PROBE_WEIGHT = 0.5  # of one made after a pause
+_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # steps
+
+
+@dataclass(slots=True)
+class _Book:
+    """balance: average seconds saved a step, less those spent. left: steps of the pause still to go."""
+
+    balance: float = 0.0
+    entries: int = 0
+    pause: int = _FIRST_PAUSE
+    left: int = 0
+    probing: bool = False
+
+    def enter(self, seconds: float) -> None:
+        weight = _PROBE_WEIGHT if self.probing else max(_WEIGHT, 1 / (self.entries + 1))
+        self.balance += weight * (seconds - self.balance)
+        self.entries += 1
+        if self.entries < _TRIALS:
+            return
+        if self.balance >= 0:
+            self.pause, self.probing = _FIRST_PAUSE, False
+            return
+        if self.probing:
+            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
+        self.left, self.probing = self.pause, True
+
+
+@dataclass(slots=True)
+class DraftPace:
+    """Decides for each step and method whether to ask for drafts. ``costs`` None: always."""
+
+    costs: StepCosts | None = None
+    _books: dict[tuple[str, int], _Book] = field(default_factory=dict)
+    _spent: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def asks(self, method: str, requests: int) -> bool:
+        """Whether to ask ``method`` for drafts of this many requests now. Called once a step."""
+        if self.costs is None:
+            return True
+        book = self._books.setdefault(_page(method, requests), _Book())
+        if book.left == 0:
+            return True
+        book.left -= 1
+        return False
+
+    def spend(self, method: str, requests: int, seconds: float) -> None:
+        """Drafts of ``method`` for this many requests took this long."""
+        self._spent[_page(method, requests)] = self._spent.get(_page(method, requests), 0.0) + seconds
+
+    def settle(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Enters what the proposals made since the last step save in the coming one, which is ``scheduled``."""
+        if self.costs is not None and self._spent:
+            saved = _savings(scheduled, self.costs)
+            for page, seconds in self._spent.items():
+                self._books.setdefault(page, _Book()).enter(saved.get(page[0], 0.0) - seconds)
+        self._spent.clear()
+
+
+def _page(method: str, requests: int) -> tuple[str, int]:
+    return method, requests.bit_length()
+
+
+def _savings(scheduled: Sequence[ScheduledRequest], costs: StepCosts) -> dict[str, float]:
+    """Seconds that each method's drafted rows are expected to save: what plain decoding would need for the tokens they
+    yield, less what the rows add to the step, shared out by the tokens."""
+    expected: dict[str, float] = {}
+    decoding = rows = nodes = 0
+    for item in scheduled:
+        rows += item.count
+        decoding += item.completes
+        nodes += len(item.tree)
+        for method, survival in zip(item.tree.methods, item.tree.survival, strict=True):
+            expected[method] = expected.get(method, 0.0) + survival
+    total = sum(expected.values())
+    if not total or not decoding:
+        return {}
+    plain = costs(rows)
+    saved = total * plain / decoding - (costs(rows + nodes) - plain)
+    return {method: saved * share / total for method, share in expected.items()}

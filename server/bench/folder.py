@@ -1,0 +1,40 @@
+"""Where a bench report goes: one JSON file, or a folder with JSON, Markdown and plots."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from server.bench.markdown import markdown
+from server.bench.plots import check_plots, write_plots
+from server.bench.report import ReportError, check_report_path, write_report
+
+
+def check_out(out: Path | None) -> None:
+    """Asked before measuring, so that no result is lost. Raises ReportError."""
+    if out is None or _is_file(out):
+        check_report_path(out)
+        return
+    if out.exists() and not out.is_dir():
+        raise ReportError(f"cannot write {out}: it is neither a folder nor a name that ends in .json")
+    if not out.absolute().parent.is_dir():
+        raise ReportError(f"cannot write {out}: its folder does not exist")
+    check_plots()
+
+
+def write_out(out: Path, report: dict[str, Any]) -> None:
+    """``out`` itself where it ends in .json; else report.json, report.md and the plots in it. Raises ReportError."""
+    if _is_file(out):
+        write_report(out, report)
+        return
+    try:
+        out.mkdir(exist_ok=True)
+        write_report(out / "report.json", report)
+        plots = write_plots(out, report["rows"])
+        (out / "report.md").write_text(markdown(report, plots), encoding="utf-8")
+    except OSError as error:
+        raise ReportError(f"cannot write {out}: {error.strerror}") from error
+
+
+def _is_file(out: Path) -> bool:
+    return out.suffix == ".json"

@@ -1,0 +1,73 @@
+"""A drafter is asked while its drafts save more time than they take."""
+
+from __future__ import annotations
+
+import itertools
+
+from engine.request import Request
+from engine.sampling_params import EngineRequest, SamplingParams
+from engine.scheduler import ScheduledRequest
+from engine.spec_decode.controller import StepCosts
+from engine.spec_decode.pacing import DraftPace
+from engine.spec_decode.tree import ROOT, DraftTree
+
+COSTS = StepCosts({1: 0.010, 2: 0.011, 4: 0.013, 8: 0.020})
+
+
+def scheduled(*survivals: float, method: str = "medusa") -> list[ScheduledRequest]:
+    """One decoding request whose drafted rows are siblings of these survivals."""
+    request = Request.from_source(EngineRequest("r", (1,), SamplingParams(max_tokens=9)), ())
+    tree = DraftTree()
+    for token, survival in enumerate(survivals):
+        tree.add(token, ROOT, survival, method)
+    return [ScheduledRequest(request, 0, 1, tree)]
+
+
+def played(pace: DraftPace, steps: int, saved: list[ScheduledRequest], seconds: float, requests: int = 1) -> list[int]:
+    """The steps at which the drafter was asked."""
+    asked = []
+    for step in range(steps):
+        if pace.asks("medusa", requests):
+            asked.append(step)
+            pace.spend("medusa", requests, seconds)
+        pace.settle(saved)
+    return asked
+
+
+def test_drafts_that_pay_are_always_made() -> None:
+    # Half a token more is worth 5 ms; the row costs 1 ms, drafting 2 ms.
+    assert played(DraftPace(COSTS), 200, scheduled(0.5), 0.002) == list(range(200))
+
+
+def test_drafts_that_are_never_verified_are_made_ever_more_rarely() -> None:
+    asked = played(DraftPace(COSTS), 3000, scheduled(), 0.002)
+    pauses = [after - before - 1 for before, after in itertools.pairwise(asked)]
+    assert asked[:8] == list(range(8))
+    assert pauses[7:13] == [16, 32, 64, 128, 256, 256]
+
+
+def test_a_drafter_comes_back_once_it_pays() -> None:
+    pace = DraftPace(COSTS)
+    played(pace, 400, scheduled(), 0.002)
+    asked = played(pace, 1000, scheduled(0.9), 0.002)
+    assert asked[-100:] == list(range(900, 1000))
+
+
+def test_drafts_that_cost_more_than_they_save_are_given_up() -> None:
+    assert len(played(DraftPace(COSTS), 200, scheduled(0.5), 0.006)) < 20
+
+
+def test_batches_of_another_size_and_other_methods_have_books_of_their_own() -> None:
+    pace = DraftPace(COSTS)
+    played(pace, 100, scheduled(), 0.002, requests=8)
+    assert not pace.asks("medusa", 8)
+    assert pace.asks("medusa", 1)
+    assert pace.asks("suffix", 8)
+
+
+def test_what_another_method_saves_does_not_count() -> None:
+    assert len(played(DraftPace(COSTS), 200, scheduled(0.9, method="suffix"), 0.002)) < 20
+
+
+def test_without_costs_every_drafter_is_asked() -> None:
+    assert len(played(DraftPace(), 300, scheduled(), 1.0)) == 300
