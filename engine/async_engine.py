@@ -27,6 +27,7 @@ from engine.draft_test import self_test
 from engine.errors import EngineBusyError, EngineDeadError, InvalidRequestError
 from engine.loading import load_model
 from engine.loading.heads import require_heads_folder
+from engine.loading.memory import return_free_memory
 from engine.outputs import ModelInfo, RequestOutput, StepOutput, StepStats
 from engine.sampling_params import EngineRequest
 
@@ -75,6 +76,7 @@ class AsyncEngine:
         if drafting.heads is not None:
             tell("Trying the draft heads")
             self_test(assembly.core, drafting.heads.config)
+        return_free_memory()
         info = ModelInfo(
             name=loaded.name,
             path=str(loaded.path),

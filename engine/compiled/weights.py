@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -107,17 +108,20 @@ def pack_weights(model: PreTrainedModel, library: Library, *, is_int8: bool, pos
     packer = Packer(library, is_int8)
     any_model: Any = model
     decoder = any_model.model
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        head = pool.submit(packer.pack, any_model.lm_head)  # the largest first
+        layers = list(pool.map(lambda layer: _pack_layer(packer, layer), decoder.layers))
+        lm_head = head.result()
     with torch.inference_mode():
-        layers = [_pack_layer(packer, layer) for layer in decoder.layers]
         found = dimensions(model)
         for layer, window in zip(layers, found.windows, strict=True):
             layer.window = window
-        lm_head = packer.pack(any_model.lm_head)
         embedding = decoder.embed_tokens.weight
         cosine, sine = _rope_table(decoder, positions, found.head_dim)
         packed = PackedWeights(
             dimensions=found,
-            # A copy: the checkpoint's file mapping goes away, so a file replaced on disk changes nothing.
+            # A copy, as of all that is left: the checkpoint's file mapping goes away, so a file replaced on disk
+            # changes nothing.
             embedding=embedding.detach().clone(),
             layers=layers,
             lm_head=lm_head,
@@ -128,6 +132,9 @@ def pack_weights(model: PreTrainedModel, library: Library, *, is_int8: bool, pos
             owned=packer.owned,
         )
         embedding.data = packed.embedding
+        for parameter in model.parameters():
+            if parameter is not embedding and not parameter.is_meta:
+                parameter.data = parameter.data.clone()
     return packed
 
 

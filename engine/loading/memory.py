@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
 from collections.abc import Sequence
 
 import psutil
@@ -44,3 +47,11 @@ def require_memory(needed: int, device: torch.device, name: str) -> None:
             f"{name} needs {gibibytes(needed)} of memory for its weights, and {gibibytes(available)} are available "
             f"on {device}."
         )
+
+
+def return_free_memory() -> None:
+    """Gives memory that loading has freed back to the system, where the C library (glibc) can."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        gc.collect()
+        trim(0)

@@ -11,6 +11,7 @@ import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from engine.request import Request
 from engine.spec_decode.tree import DraftTree
@@ -39,13 +40,12 @@ class StepCosts:
     """T(rows): seconds of a forward pass by its rows, interpolated between measured counts and extrapolated beyond."""
 
     def __init__(self, seconds: Mapping[int, float]) -> None:
-        """seconds: at least one row count and its time; made non-decreasing, since noise must not make rows free."""
+        """seconds: at least one row count and its time. A step takes no longer than a larger one: noise only adds time,
+        so where the figures say otherwise the smaller step was disturbed."""
         if not seconds:
             raise ValueError("no step time was measured")
         self._rows = sorted(seconds)
-        self._seconds: list[float] = []
-        for rows in self._rows:
-            self._seconds.append(max(seconds[rows], self._seconds[-1] if self._seconds else 0.0))
+        self._seconds = list(accumulate((seconds[rows] for rows in reversed(self._rows)), min))[::-1]
 
     @classmethod
     def measured(

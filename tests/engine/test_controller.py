@@ -34,10 +34,10 @@ def limits(requests: Sequence[Request]) -> dict[str, tuple[int, int]]:
 
 def test_the_curve_interpolates_and_never_falls() -> None:
     costs = StepCosts({1: 10.0, 4: 8.0, 8: 20.0})
-    assert costs(1) == 10.0
-    assert costs(4) == 10.0
-    assert costs(6) == 15.0
-    assert costs(16) == 40.0
+    assert costs(1) == 8.0
+    assert costs(4) == 8.0
+    assert costs(6) == 14.0
+    assert costs(16) == 44.0
 
 
 def test_measuring_takes_the_best_of_several_runs() -> None:

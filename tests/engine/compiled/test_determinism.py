@@ -18,7 +18,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "wide heads": ("llama", {"head_dim": 64, "hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "qwen2": ("qwen2", {"num_attention_heads": 6, "hidden_size": 96}),
     "qwen3": ("qwen3", {"head_dim": 32, "num_key_value_heads": 4}),
-    "mistral": ("mistral", {}),
+    "mistral": ("mistral", {"sliding_window": 5}),  # shorter than a branch
 }
 LENGTH = 70
 
