@@ -82,6 +82,6 @@ class _Remembered:
             beside.write_text(json.dumps({"identity": self._identity, "digest": digest}), encoding="utf-8")
             beside.replace(self._file)
         except OSError as error:
-            logger.warning("The digest of %s is hashed anew at each start: %s", self._file.name, error)
+            logger.info("The digest of %s is hashed anew at each start: %s", self._file.name, error)
             with contextlib.suppress(OSError):
                 beside.unlink(missing_ok=True)

@@ -1,5 +1,6 @@
 import errno
 import multiprocessing
+import logging
 import os
 import shutil
 import time
@@ -164,6 +165,7 @@ def test_a_digest_that_cannot_be_remembered_is_logged(
     root.parent.mkdir()
     root.write_text("in the way")
     (tmp_path / "file").write_bytes(b"x")
+    caplog.set_level(logging.INFO)
     assert len(joined_digest([tmp_path / "file"], silent)) == 64
     assert "hashed anew" in caplog.text
 
