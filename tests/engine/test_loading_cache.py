@@ -1,6 +1,6 @@
 import errno
-import multiprocessing
 import logging
+import multiprocessing
 import os
 import shutil
 import time
