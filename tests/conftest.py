@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,3 +81,11 @@ def still_context() -> ContextFactory:
         return make_context(config, loaded)
 
     return make
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    """A file of three prompts."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\ntwo\n\nthree\n")
+    return path

@@ -199,13 +199,6 @@ def bench(url: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["bench", "--url", url, *arguments])
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("one\ntwo\n\nthree\n")
-    return path
-
-
 def cells(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [(row["load"], row["side"]) for row in report["rows"]]
 

@@ -125,13 +125,6 @@ def verify(url: str, *arguments: str) -> Result:
     return CliRunner().invoke(app, ["verify", "--url", url, *arguments])
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("one\ntwo\n\nthree\n")
-    return path
-
-
 def assert_refused(result: Result, *parts: str) -> None:
     """Status 1, and all ``parts`` in the last line of stderr."""
     last = result.stderr.strip().splitlines()[-1]
