@@ -10,7 +10,7 @@ namespace {
 constexpr char kName[] = "avx512-vnni";
 constexpr int kLanes = 16;
 constexpr int kTileRows = 16;
-constexpr int kWideMix = 4, kMixedQueries = 4;
+constexpr int kWideMix[kQueries] = {4, 4, 4, 4};
 typedef float Vec __attribute__((vector_size(64)));
 typedef uint64_t Words __attribute__((vector_size(64)));
 
@@ -25,13 +25,13 @@ inline void quantise16(const float* x, float inverse, int16_t* out) {
 }
 
 template <int kCount>
-inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, int32_t* totals) {
+inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, Ahead ahead, int32_t* totals) {
   __m512i sums[kCount];
   for (int r = 0; r < kCount; r++) sums[r] = _mm512_setzero_si512();
   for (int32_t i = 0; i < k; i += 2) {
     const int8_t* at = weights + (size_t)i * kPanel;
     __m512i w = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at));
-    _mm_prefetch((const char*)at + 4096, _MM_HINT_T0);
+    ahead.fetch();
     for (int r = 0; r < kCount; r++) {
       int32_t two;
       __builtin_memcpy(&two, inputs + (size_t)r * k + i, 4);
@@ -42,21 +42,17 @@ inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, i
 }
 
 template <int kCount>
-inline void float_rows(const float* weights, const float* inputs, int32_t k, float* products) {
+inline void float_rows(const float* weights, const float* inputs, int32_t k, Ahead ahead, float* products) {
   __m512 sums[kCount];
   for (int r = 0; r < kCount; r++) sums[r] = _mm512_setzero_ps();
   for (int32_t i = 0; i < k; i++) {
     __m512 w = _mm512_loadu_ps(weights + (size_t)i * kPanel);
-    _mm_prefetch((const char*)(weights + (size_t)i * kPanel) + 4096, _MM_HINT_T0);
+    ahead.fetch();
     for (int r = 0; r < kCount; r++)
       sums[r] = _mm512_fmadd_ps(w, _mm512_set1_ps(inputs[(size_t)r * k + i]), sums[r]);
   }
   for (int r = 0; r < kCount; r++) _mm512_storeu_ps(products + r * kPanel, sums[r]);
 }
-
-#include "row_counts.h"
-HEADLONG_ROW_COUNTS_16(int8_tile, int8_rows, const int8_t*, const int16_t*, int32_t*)
-HEADLONG_ROW_COUNTS_16(float_tile, float_rows, const float*, const float*, float*)
 
 #include "kernels_common.h"
 

@@ -7,7 +7,7 @@ namespace {
 constexpr char kName[] = "baseline";
 constexpr int kLanes = 4;
 constexpr int kTileRows = 5;
-constexpr int kWideMix = 8, kMixedQueries = 1;
+constexpr int kWideMix[kQueries] = {8, 4, 4, 4};
 typedef float Vec __attribute__((vector_size(16)));
 typedef uint64_t Words __attribute__((vector_size(16)));
 
@@ -21,7 +21,7 @@ inline void quantise16(const float* x, float inverse, int16_t* out) {
 }
 
 template <int kCount>
-inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, int32_t* totals) {
+inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, Ahead, int32_t* totals) {
   for (int i = 0; i < kCount * kPanel; i++) totals[i] = 0;
   for (int32_t i = 0; i < k; i += 2) {
     const int8_t* at = weights + (size_t)i * kPanel;
@@ -33,17 +33,13 @@ inline void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, i
 }
 
 template <int kCount>
-inline void float_rows(const float* weights, const float* inputs, int32_t k, float* products) {
+inline void float_rows(const float* weights, const float* inputs, int32_t k, Ahead, float* products) {
   for (int i = 0; i < kCount * kPanel; i++) products[i] = 0.f;
   for (int32_t i = 0; i < k; i++)
     for (int r = 0; r < kCount; r++)
       for (int c = 0; c < kPanel; c++)
         products[r * kPanel + c] += weights[(size_t)i * kPanel + c] * inputs[(size_t)r * k + i];
 }
-
-#include "row_counts.h"
-HEADLONG_ROW_COUNTS_5(int8_tile, int8_rows, const int8_t*, const int16_t*, int32_t*)
-HEADLONG_ROW_COUNTS_5(float_tile, float_rows, const float*, const float*, float*)
 
 #include "kernels_common.h"
 

@@ -33,6 +33,18 @@ struct Rows {
   int32_t count;
 };
 
+// What a product tile fetches into the cache for the tiles after it, ``step`` bytes in each step over its inputs. The
+// address may lie behind the weights: fetching from there does nothing.
+struct Ahead {
+  const char* at;
+  int32_t step;
+
+  void fetch() {
+    __builtin_prefetch(at);
+    at += step;
+  }
+};
+
 // Inputs of int8 weights are whole numbers of up to this size: 16 bits cost what 8 would (the products are of 16 bits
 // either way), and no sum of k products leaves 32 bits, so it is exact in any order.
 inline int32_t largest_input(int32_t k) {

@@ -1,14 +1,15 @@
 // The kernels of one instruction set, written over a vector type that the including file defines:
 //
 //   kLanes, Vec (kLanes floats), splat, fused (a * b + c, rounded once where the hardware can), Words (kLanes / 2 whole
-//   numbers of 64 bits), product32 (of their low halves), quantise16, kTileRows (rows of a product tile), int8_tile,
-//   float_tile, kWideMix, kMixedQueries (vectors and queries of ``mix``).
+//   numbers of 64 bits), product32 (of their low halves), quantise16, kTileRows (rows of a product tile), int8_rows,
+//   float_rows (products of so many rows), kWideMix (vectors of ``mix`` for 1, 2, ... queries).
 //
 // It is included once by each file of an instruction set, inside an unnamed namespace, and includes no standard header: an
 // inline function of a standard header, compiled here for AVX-512, could replace the same one everywhere else.
 
 typedef float Unaligned __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t UnalignedInt __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 inline Vec load(const float* p) { return (Vec)(*(const Unaligned*)p); }
 inline void store(float* p, Vec v) { *(Unaligned*)p = (Unaligned)v; }
@@ -47,31 +48,55 @@ inline Vec exponential(Vec x) {
   return x < low ? splat(0.f) : result;
 }
 
+// The transform of ``kVectors`` vectors, held in registers all the while.
+template <int kVectors>
+inline void rotate_part(float* part) {
+  Vec v[kVectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; i++) v[i] = load(part + i * kLanes);
+#pragma GCC unroll 4
+  for (int h = 1; h < kLanes; h *= 2) {
+    IntVec partner;
+    Vec sign;
+#pragma GCC unroll 16
+    for (int lane = 0; lane < kLanes; lane++) {
+      partner[lane] = lane ^ h;
+      sign[lane] = lane & h ? -1.f : 1.f;
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i++) v[i] = fused(v[i], sign, __builtin_shuffle(v[i], partner));
+  }
+#pragma GCC unroll 4
+  for (int h = 1; h < kVectors; h *= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; i++)
+      if (!(i & h)) {
+        const Vec a = v[i], b = v[i + h];
+        v[i] = a + b;
+        v[i + h] = a - b;
+      }
+#pragma GCC unroll 8
+  for (int i = 0; i < kVectors; i++) store(part + i * kLanes, v[i]);
+}
+
 // Fast Walsh-Hadamard transform, unnormalised, of each ``block`` (a power of two, at least 16) of the row.
 void rotate(float* row, int32_t k, int32_t block) {
-  for (int32_t at = 0; at < k; at += block) {
-    float* part = row + at;
-    for (int32_t i = 0; i < block; i += kLanes) {
-      Vec v = load(part + i);
-      for (int h = 1; h < kLanes; h *= 2) {
-        IntVec partner;
-        Vec sign;
-        for (int lane = 0; lane < kLanes; lane++) {
-          partner[lane] = lane ^ h;
-          sign[lane] = lane & h ? -1.f : 1.f;
-        }
-        v = __builtin_shuffle(v, partner) + v * sign;
-      }
-      store(part + i, v);
+  const int32_t part = block < 8 * kLanes ? block : 8 * kLanes;
+  for (int32_t at = 0; at < k; at += part) {
+    switch (part / kLanes) {
+      case 8: rotate_part<8>(row + at); break;
+      case 4: rotate_part<4>(row + at); break;
+      case 2: rotate_part<2>(row + at); break;
+      default: rotate_part<1>(row + at);
     }
-    for (int32_t h = kLanes; h < block; h *= 2)
-      for (int32_t i = 0; i < block; i += 2 * h)
-        for (int32_t j = i; j < i + h; j += kLanes) {
-          Vec a = load(part + j), b = load(part + j + h);
-          store(part + j, a + b);
-          store(part + j + h, a - b);
-        }
   }
+  for (int32_t h = part; h < block; h *= 2)
+    for (int32_t i = 0; i < k; i += 2 * h)
+      for (int32_t j = i; j < i + h; j += kLanes) {
+        Vec a = load(row + j), b = load(row + j + h);
+        store(row + j, a + b);
+        store(row + j + h, a - b);
+      }
 }
 
 void prepare(const Matrix& matrix, float* source, int32_t row, const Rows& rows) {
@@ -116,23 +141,43 @@ void rope(float* head, const float* cosine, const float* sine, int32_t head_dim)
   }
 }
 
+// Calls ``compute`` as it was compiled for ``count``, which is at most kCount: what it sums is then held in registers.
+template <int kCount, typename Compute>
+inline void with_count(int32_t count, const Compute& compute) {
+  if constexpr (kCount == 1)
+    compute.template operator()<1>();
+  else if (count == kCount)
+    compute.template operator()<kCount>();
+  else
+    with_count<kCount - 1>(count, compute);
+}
+
 // products: [count, 16] of rows [first, first + count) and one panel, scaled, without bias.
 inline void product_tile(const Matrix& matrix, const Rows& rows, int32_t panel, int32_t first, int32_t count,
                          float* products) {
   const int32_t k = matrix.k;
+  const int32_t line = kPanel * (matrix.is_int8 ? 1 : (int32_t)sizeof(float));  // bytes of one input's weights
+  const size_t bytes = (size_t)k * line;
+  // The tiles of a panel share out the next one, so that memory works while they compute.
+  const char* next = (const char*)matrix.data + (panel + 1) * bytes + bytes * first / rows.count;
+  const Ahead ahead = {next, (matrix.is_int8 ? 2 : 1) * line * count / rows.count + 1};
   if (!matrix.is_int8) {
     const float* weights = (const float*)matrix.data + (size_t)panel * k * kPanel;
-    float_tile(weights, (const float*)rows.data + (size_t)first * k, k, count, products);
+    const float* inputs = (const float*)rows.data + (size_t)first * k;
+    with_count<kTileRows>(count, [&]<int kCount>() { float_rows<kCount>(weights, inputs, k, ahead, products); });
     return;
   }
   const int8_t* weights = (const int8_t*)matrix.data + (size_t)panel * k * kPanel;
   int32_t totals[kTileRows * kPanel];
-  int8_tile(weights, (const int16_t*)rows.data + (size_t)first * k, k, count, totals);
+  const int16_t* inputs = (const int16_t*)rows.data + (size_t)first * k;
+  with_count<kTileRows>(count, [&]<int kCount>() { int8_rows<kCount>(weights, inputs, k, ahead, totals); });
   const float* scale = matrix.scale + panel * kPanel;
   for (int32_t r = 0; r < count; r++) {
-    const float row_scale = rows.scale[first + r];
-    for (int32_t c = 0; c < kPanel; c++)
-      products[r * kPanel + c] = (float)totals[r * kPanel + c] * (row_scale * scale[c]);
+    const Vec row_scale = splat(rows.scale[first + r]);
+    for (int32_t c = 0; c < kPanel; c += kLanes) {
+      const IntVec total = *(const UnalignedInt*)(totals + r * kPanel + c);
+      store(products + r * kPanel + c, __builtin_convertvector(total, Vec) * (row_scale * load(scale + c)));
+    }
   }
 }
 
@@ -154,6 +199,13 @@ void linear(const Matrix& matrix, const Rows& rows, int32_t begin, int32_t end, 
       for (int32_t r = 0; r < count; r++) {
         float* out = y + (size_t)(first + r) * stride + column;
         const float* from = products + r * kPanel;
+        if (width == kPanel) {
+          for (int32_t c = 0; c < kPanel; c += kLanes) {
+            const Vec value = matrix.bias ? load(from + c) + load(matrix.bias + column + c) : load(from + c);
+            store(out + c, adds ? load(out + c) + value : value);
+          }
+          continue;
+        }
         for (int32_t c = 0; c < width; c++) {
           float value = matrix.bias ? from[c] + matrix.bias[column + c] : from[c];
           out[c] = adds ? out[c] + value : value;
@@ -235,9 +287,10 @@ inline float soften(float* scores, const View& view, int32_t first, int32_t last
   return 1.f / sum;
 }
 
-// outputs[q][at ...] = the weighted values, ``kVectors`` vectors wide, for queries [first, first + kCount).
+// outputs[q][at ...] = the weighted values, ``kVectors`` vectors wide. The queries are mixed together up to the longest
+// prefix, as the weights behind a query's own end are 0.
 template <int kCount, int kVectors>
-inline void mix(const AttentionTask& task, int32_t first, int32_t begin, int32_t end, int32_t at, const float* inverse) {
+inline void mix(const AttentionTask& task, int32_t begin, int32_t end, int32_t at, const float* inverse) {
   const int32_t size = task.head_dim;
   Vec totals[kCount][kVectors];
   for (int q = 0; q < kCount; q++)
@@ -249,28 +302,28 @@ inline void mix(const AttentionTask& task, int32_t first, int32_t begin, int32_t
       for (int v = 0; v < kVectors; v++) {
         Vec value = load(values + v * kLanes);
         for (int q = 0; q < kCount; q++)
-          totals[q][v] = fused(value, splat(task.scores[(size_t)(first + q) * task.score_stride + j]), totals[q][v]);
+          totals[q][v] = fused(value, splat(task.scores[(size_t)q * task.score_stride + j]), totals[q][v]);
       }
   }
   for (int q = 0; q < kCount; q++) {
-    const View& view = task.views[first + q];
+    const View& view = task.views[q];
     for (int32_t i = 0; i < view.path_length; i++) {
       const int32_t entry = view.path[i];
       const float* values = task.values + ((size_t)task.tiles[entry / kTile] * kTile + entry % kTile) * size + at;
-      const Vec weight = splat(task.scores[(size_t)(first + q) * task.score_stride + view.prefix + i]);
+      const Vec weight = splat(task.scores[(size_t)q * task.score_stride + view.prefix + i]);
       for (int v = 0; v < kVectors; v++) totals[q][v] = fused(load(values + v * kLanes), weight, totals[q][v]);
     }
     for (int v = 0; v < kVectors; v++)
-      store(task.outputs[first + q] + at + v * kLanes, totals[q][v] * splat(inverse[first + q]));
+      store(task.outputs[q] + at + v * kLanes, totals[q][v] * splat(inverse[q]));
   }
 }
 
 template <int kCount>
-inline void mix_all(const AttentionTask& task, int32_t first, int32_t begin, int32_t end, const float* inverse) {
+inline void mix_all(const AttentionTask& task, int32_t begin, int32_t end, const float* inverse) {
+  constexpr int kWide = kWideMix[kCount - 1];
   int32_t at = 0;
-  for (; at + kWideMix * kLanes <= task.head_dim; at += kWideMix * kLanes)
-    mix<kCount, kWideMix>(task, first, begin, end, at, inverse);
-  for (; at < task.head_dim; at += kTile) mix<kCount, kTile / kLanes>(task, first, begin, end, at, inverse);
+  for (; at + kWide * kLanes <= task.head_dim; at += kWide * kLanes) mix<kCount, kWide>(task, begin, end, at, inverse);
+  for (; at < task.head_dim; at += kTile) mix<kCount, kTile / kLanes>(task, begin, end, at, inverse);
 }
 
 void attend(const AttentionTask& task) {
@@ -284,20 +337,12 @@ void attend(const AttentionTask& task) {
   }
   entries = prefix > entries ? prefix : entries;
   const int32_t first = low / kTile, last = (entries + kTile - 1) / kTile;
-  switch (task.count) {
-    case 1: score_tiles<1>(task, first, last); break;
-    case 2: score_tiles<2>(task, first, last); break;
-    case 3: score_tiles<3>(task, first, last); break;
-    default: score_tiles<4>(task, first, last);
-  }
+  with_count<kQueries>(task.count, [&]<int kCount>() { score_tiles<kCount>(task, first, last); });
   float inverse[kQueries];
   for (int q = 0; q < task.count; q++)
     inverse[q] = soften(task.scores + (size_t)q * task.score_stride, task.views[q], first, last);
-  // Queries are mixed together up to the longest prefix; weights behind a query's own end are 0. Drafted rows all have
-  // the longest prefix, so their paths come after it, in order of position.
-  int32_t q = 0;
-  for (; q + kMixedQueries <= task.count; q += kMixedQueries) mix_all<kMixedQueries>(task, q, low, prefix, inverse);
-  for (; q < task.count; q++) mix_all<1>(task, q, low, prefix, inverse);
+  // Drafted rows all have the longest prefix, so their paths come after it, in order of position.
+  with_count<kQueries>(task.count, [&]<int kCount>() { mix_all<kCount>(task, low, prefix, inverse); });
 }
 
 #include "sampling_common.h"
