@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
 import re
 import time
@@ -108,7 +109,7 @@ async def measure_load(
     """Every side answers every prompt in each round (``Load.requests``): in turn prompt by prompt where there is one
     client, else a whole round at a time, since clients must be at once on one side. Raises what a side of ours raises.
     """
-    run = _Run(prompts, load, course, advance)
+    run = _Run(prompts, load, course, advance, all(side.is_ours for side in sides))
     for side in sides:  # warms the connection and the server
         await _outcome(side, 0, prompts[0], f"{course.run}/warm-up")
     parts: list[Part] = []
@@ -126,10 +127,13 @@ async def measure_load(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
+    """all_ours: no side is another's server, which may keep prompts whatever the salt."""
+
     prompts: Sequence[str]
     load: Load
     course: Course
     advance: Callable[[Outcome], None]
+    all_ours: bool
 
     def groups(self) -> list[range]:
         """What one side answers before the next side's turn."""
@@ -173,10 +177,17 @@ class _Run:
         # A round's prompts are new to the server, so that no side finds what another one left in the prefix cache.
         # Neither does a prompt that is asked again in a round find itself there.
         again, place = divmod(index, len(self.prompts))
-        salt = f"{self.course.run}/{self.load.label}/{side.name}/{turn}/{again}"
-        outcome = await _outcome(side, place, self.prompts[place], salt)
+        turn_of = f"{self.course.run}/{self.load.label}/{turn}/{again}"
+        prompt = self.prompts[place] if self.all_ours else unlike_earlier(self.prompts[place], turn_of)
+        outcome = await _outcome(side, place, prompt, f"{turn_of}/{side.name}")
         self.advance(outcome)
         return outcome
+
+
+def unlike_earlier(prompt: str, turn: str) -> str:
+    """The prompt behind a line that each turn has of its own, so that what another server kept of an earlier turn does
+    not help it. Prompts of one turn still share what they begin with."""
+    return f"Conversation {hashlib.sha256(turn.encode()).hexdigest()[:8]}.\n\n{prompt}"
 
 
 async def _outcome(side: Side, index: int, prompt: str, salt: str) -> Outcome:

@@ -23,7 +23,8 @@ second: all answer tokens of a round over its wall time; decode tokens a second:
 the first text, median over prompts; both with median and range over rounds. TTFT: until the first chunk with text.
 TPOT: time a token after that. Gap: between chunks with text. Latencies are over all rounds' requests. Goodput: requests
 inside both bounds; a failed one is not. Ratios are of speeds, `on` over the other side, so above 1 `on` is the faster
-one. For `on` and `off` every round has a prefix cache of its own; peers keep theirs."""
+one. No side finds a prompt of an earlier round in its cache: for `on` and `off` every round has a prefix cache of its
+own, and where peers take part, each round's prompts begin with a line of their own, the same for all sides."""
 
 
 def markdown(report: dict[str, Any], plots: Sequence[str]) -> str:

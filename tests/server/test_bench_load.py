@@ -51,9 +51,10 @@ class Scripted:
         try:
             for _ in range(self.turns + len(prompt)):
                 await asyncio.sleep(0)
-            if prompt in self.fails:
-                raise self.fails[prompt]
-            return Measured(total=1.0, chunk_times=[0.25], completion_tokens=4, text=prompt)
+            question = prompt.rpartition("\n\n")[2]
+            if question in self.fails:
+                raise self.fails[question]
+            return Measured(total=1.0, chunk_times=[0.25], completion_tokens=4, text=question)
         finally:
             self.live.remove(self.name)
 
@@ -140,6 +141,20 @@ async def test_nothing_that_was_answered_before_may_be_reused() -> None:
     # A round of one side shares a salt, so that what its prompts have in common is computed once; nothing else does.
     assert sorted(map(sorted, by_salt.values())) == [["a", "b"]] * 8
     assert {len({side for side, _, salt in bench.calls if salt == one}) for one in by_salt} == {1}
+
+
+async def test_a_peer_is_asked_nothing_that_it_may_have_kept() -> None:
+    bench = Bench("on", "peer")
+    bench.sides[1].is_ours = False
+    await bench.run(["a", "b"], Load(clients=4), rounds=2)
+    ours, theirs = ([prompt for name, prompt, _ in bench.asked if name == side] for side in ("on", "peer"))
+    assert sorted(ours) == sorted(theirs)
+    begins: dict[str, list[str]] = {}
+    for prompt in theirs:
+        line, _, question = prompt.partition("\n\n")
+        begins.setdefault(line, []).append(question)
+    # Each time that the prompts are asked, twice in each of two rounds, they share a line that no other time has.
+    assert sorted(map(sorted, begins.values())) == [["a", "b"]] * 4
 
 
 async def test_a_failed_answer_of_a_peer_is_counted() -> None:
