@@ -18,7 +18,14 @@ import torch
 
 from engine.config import VerifierName
 from engine.errors import RequestFailedError
-from engine.sampler.processing import RowContext, gather_rows, target_row
+from engine.sampler.processing import (
+    RowContext,
+    TargetRow,
+    gather_rows,
+    is_greedy,
+    needs_processing,
+    target_row,
+)
 from engine.sampler.sample import Draw, gumbel_argmax
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.rejection import RejectionRule
@@ -107,13 +114,29 @@ class _Walk:
             logger.exception("A request's own processing failed")
             self.error, self.node = f"{type(error).__name__}: {error}", None
 
+    @property
+    def is_plain(self) -> bool:
+        """Its tokens are the largest logits themselves."""
+        return is_greedy(self.item.sampling) and not needs_processing(self.item.sampling)
+
+    def run_plain(self, rule: Rule, logits: torch.Tensor) -> None:
+        """The whole of a plain walk, on the raw rows: nothing is copied, as nothing changes them. logits: on the CPU,
+        in a dtype that numpy has."""
+        with self.isolated():
+            while self.node is not None:
+                row = logits[self.row]
+                token = int(row.numpy().argmax())  # the first maximum, or the first NaN
+                _check_peak(float(row[token]))
+                self.take(token, rule, self._decision(TargetRow(row, row)))
+
     def decision(self, row: torch.Tensor, peak: float) -> Decision:
         """Processes this walk's row [vocab] in place; ``peak`` is its raw maximum."""
-        assert self.node is not None
-        if not math.isfinite(peak):  # the maximum carries NaN, +inf, or -inf where all are
-            raise RequestFailedError("The model's logits are not finite.")
+        _check_peak(peak)
         # The tokens emitted so far are those on the path to the node.
-        target = target_row(row, self.context, self.tokens)
+        return self._decision(target_row(row, self.context, self.tokens))
+
+    def _decision(self, target: TargetRow) -> Decision:
+        assert self.node is not None
         position = len(self.item.token_ids) + len(self.tokens)
         return Decision(target, self.item.sampling, position, self.item.tree, self.node)
 
@@ -133,6 +156,11 @@ class _Walk:
         return VerifyResult(tuple(self.tokens), tuple(self.nodes), tuple(self.rows), margins)
 
 
+def _check_peak(peak: float) -> None:
+    if not math.isfinite(peak):  # the maximum carries NaN, +inf, or -inf where all are
+        raise RequestFailedError("The model's logits are not finite.")
+
+
 @dataclass(frozen=True, slots=True)
 class TreeVerifier:
     """Walks trees by one rule, all items' current nodes at once, so that only visited rows cost anything."""
@@ -145,8 +173,14 @@ class TreeVerifier:
             _Walk(item, RowContext(item.sampling, item.token_ids, item.prompt_length, item.eos_token_ids))
             for item in items
         ]
-        active = walks
+        is_numpys = logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.float64)
+        active = []
         with torch.no_grad():
+            for walk in walks:
+                if is_numpys and walk.is_plain:
+                    walk.run_plain(self.rule, logits)
+                else:
+                    active.append(walk)
             while active:
                 self._wave(active, logits)
                 active = [walk for walk in active if walk.node is not None]

@@ -57,13 +57,15 @@ struct HeadlongStep {
 
 namespace {
 
+constexpr int kWarmBytes = 16384;  // of a part: what memory brings while the threads meet
+
 struct alignas(64) Counter {
   std::atomic<int32_t> next{0};
 };
 
 struct Engine {
   Engine(const HeadlongModel& model, const Kernels* kernels, int threads)
-      : model(model), kernels(kernels), pool(threads), counters(model.num_layers * 5 + 1), scores(threads) {}
+      : model(model), kernels(kernels), pool(threads), counters((model.num_layers * 5 + 1) * threads), scores(threads) {}
 
   HeadlongModel model;
   const Kernels* kernels;
@@ -106,6 +108,7 @@ class Step {
     }
     each_row(t, s_.rows, [&](int r) { k_.norm(s_.states + at(r), m_.final_norm, m_.eps, m_.hidden, s_.final + at(r)); });
     if (!s_.kept) return;
+    warm(t, m_.lm_head, 0, panels(m_.lm_head.n));
     e_.pool.barrier();
     Rows kept = rows_;
     kept.count = s_.kept;
@@ -114,7 +117,7 @@ class Step {
       k_.prepare(m_.lm_head, normed_ + at(r), r, kept);
     });
     e_.pool.barrier();
-    share(m_.num_layers * 5, panels(m_.lm_head.n), [&](int begin, int end) {
+    share(t, m_.num_layers * 5, panels(m_.lm_head.n), [&](int begin, int end) {
       k_.linear(m_.lm_head, kept, begin, end, s_.logits, m_.lm_head.n, false);
     });
   }
@@ -129,37 +132,51 @@ class Step {
     for (int r = t; r < count; r += e_.pool.size()) f(r);
   }
 
-  // Hands out [0, total) in pieces to whichever thread comes.
+  int first_of(int t, int total) const { return (int)((int64_t)total * t / e_.pool.size()); }
+
+  // Hands out [0, total) in pieces. Each thread begins with a part of its own, so that it finds what it fetched ahead;
+  // then it takes what others have not come to.
   template <typename F>
-  void share(int counter, int total, F&& f) {
-    const int piece = std::max(1, total / (e_.pool.size() * 8));
-    while (true) {
-      const int begin = e_.counters[counter].next.fetch_add(piece, std::memory_order_relaxed);
-      if (begin >= total) return;
-      f(begin, std::min(begin + piece, total));
+  void share(int t, int counter, int total, F&& f) {
+    const int threads = e_.pool.size();
+    for (int turn = 0; turn < threads; turn++) {
+      const int owner = (t + turn) % threads, first = first_of(owner, total), last = first_of(owner + 1, total);
+      const int piece = std::max(1, (last - first) / 8);
+      std::atomic<int32_t>& next = e_.counters[counter * threads + owner].next;
+      for (int at; (at = first + next.fetch_add(piece, std::memory_order_relaxed)) < last;)
+        f(at, std::min(at + piece, last));
     }
+  }
+
+  // Has memory fetch the beginning of a thread's part of ``matrix`` while there is other work or nothing to do.
+  void warm(int t, const Matrix& matrix, int first_panel, int total) const {
+    const size_t panel = (size_t)matrix.k * kPanel * (matrix.is_int8 ? 1 : sizeof(float));
+    const char* at = (const char*)matrix.data + (first_panel + first_of(t, total)) * panel;
+    for (int i = 0; i < kWarmBytes; i += 64) __builtin_prefetch(at + i);
   }
 
   void run_layer(int t, int index) {
     const HeadlongLayer& layer = m_.layers[index];
     const int mixed = m_.heads * m_.head_dim, counter = index * 5;
+    warm(t, layer.qkv, 0, panels(layer.qkv.n));
     each_row(t, s_.rows, [&](int r) {
       k_.norm(s_.states + at(r), layer.input_norm, m_.eps, m_.hidden, normed_ + at(r));
       k_.prepare(layer.qkv, normed_ + at(r), r, rows_);
     });
     e_.pool.barrier();
-    share(counter, panels(layer.qkv.n),
+    share(t, counter, panels(layer.qkv.n),
           [&](int begin, int end) { k_.linear(layer.qkv, rows_, begin, end, qkv_, qkv_width_, false); });
     e_.pool.barrier();
     each_row(t, s_.rows, [&](int r) { place(layer, r); });
     e_.pool.barrier();
     float* scores = e_.scores[t].floats((size_t)kQueries * score_stride_);
-    for (int next; (next = e_.counters[counter + 1].next.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
+    for (int next; (next = e_.counters[(counter + 1) * e_.pool.size()].next.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
       attend(layer, tasks_[next], scores);
+    warm(t, layer.output, 0, panels(layer.output.n));
     e_.pool.barrier();
     each_row(t, s_.rows, [&](int r) { k_.prepare(layer.output, mixed_ + (size_t)r * mixed, r, rows_); });
     e_.pool.barrier();
-    share(counter + 2, panels(layer.output.n),
+    share(t, counter + 2, panels(layer.output.n),
           [&](int begin, int end) { k_.linear(layer.output, rows_, begin, end, s_.states, m_.hidden, true); });
     e_.pool.barrier();
     run_mlp(t, index);
@@ -167,17 +184,20 @@ class Step {
 
   void run_mlp(int t, int index) {
     const HeadlongLayer& layer = m_.layers[index];
+    warm(t, layer.gate_up, 0, panels(m_.intermediate));
+    warm(t, layer.gate_up, panels(m_.intermediate), panels(m_.intermediate));
     each_row(t, s_.rows, [&](int r) {
       k_.norm(s_.states + at(r), layer.post_norm, m_.eps, m_.hidden, normed_ + at(r));
       k_.prepare(layer.gate_up, normed_ + at(r), r, rows_);
     });
     e_.pool.barrier();
-    share(index * 5 + 3, panels(m_.intermediate),
+    share(t, index * 5 + 3, panels(m_.intermediate),
           [&](int begin, int end) { k_.gated(layer.gate_up, rows_, begin, end, gated_, m_.intermediate); });
     e_.pool.barrier();
+    warm(t, layer.down, 0, panels(layer.down.n));
     each_row(t, s_.rows, [&](int r) { k_.prepare(layer.down, gated_ + (size_t)r * m_.intermediate, r, rows_); });
     e_.pool.barrier();
-    share(index * 5 + 4, panels(layer.down.n),
+    share(t, index * 5 + 4, panels(layer.down.n),
           [&](int begin, int end) { k_.linear(layer.down, rows_, begin, end, s_.states, m_.hidden, true); });
     e_.pool.barrier();
   }
