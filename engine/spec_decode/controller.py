@@ -79,6 +79,12 @@ class StepCosts:
         slope = (self._seconds[after] - self._seconds[after - 1]) / (high - low)
         return self._seconds[after - 1] + slope * (rows - low)
 
+    def least_survival(self, decoding: int, nodes: int) -> float:
+        """Drafted nodes that are less likely than this cannot pay for their rows, however many of ``nodes`` there are:
+        the least that would do if all were alike, in a step of ``decoding`` requests and no prompt."""
+        plain = self(decoding)
+        return max(0.0, min(decoding * (self(decoding + count) / plain - 1) / count for count in range(1, nodes + 1)))
+
     def as_dict(self) -> dict[int, float]:
         return dict(zip(self._rows, self._seconds, strict=True))
 

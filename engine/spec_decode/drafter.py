@@ -46,7 +46,8 @@ class DraftContext:
     accepted: states of the node that emitted the last token (the row whose logits chose it); None unless the drafter
         asks for hidden states. extra: states of the drafter's own extra rows of the last forward.
     max_depth: limit of this proposal (token and context limits are already in it). max_nodes: how many nodes may be
-        verified at most; a proposal may hold more, of which the likeliest are taken.
+        verified at most; a proposal may hold more, of which the likeliest are taken. least: a node of less survival
+        would not pay for its row; it need not be proposed.
     """
 
     request_id: str
@@ -57,6 +58,7 @@ class DraftContext:
     max_nodes: int
     accepted: HiddenStates | None = None
     extra: HiddenStates | None = None
+    least: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

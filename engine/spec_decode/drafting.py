@@ -35,6 +35,8 @@ class Drafting:
         """costs: of a step, by its rows; None asks every drafter at every step."""
         self.drafters = tuple(drafters)
         self._pace = DraftPace(costs)
+        self._costs = costs
+        self._least: dict[int, float] = {}  # by the number of requests
         self._limits = limits
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -93,7 +95,8 @@ class Drafting:
 
     def _propose(self, requests: Sequence[Request]) -> None:
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
-        contexts_of = {request.request_id: self._context(request) for request in requests}
+        least = self._least_survival(len(requests))
+        contexts_of = {request.request_id: self._context(request, least) for request in requests}
         for drafter in self.drafters:
             contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
             if not contexts or not self._pace.asks(drafter.method, len(contexts)):
@@ -137,7 +140,14 @@ class Drafting:
             return []
         return [drafter for drafter in self.drafters if wish.method in ("auto", drafter.method)]
 
-    def _context(self, request: Request) -> DraftContext:
+    def _least_survival(self, requests: int) -> float:
+        if self._costs is None or not requests:
+            return 0.0
+        if requests not in self._least:
+            self._least[requests] = self._costs.least_survival(requests, requests * self._limits.max_draft_tokens)
+        return self._least[requests]
+
+    def _context(self, request: Request, least: float = 0.0) -> DraftContext:
         wish = request.source.speculation.max_draft_tokens
         limit = self._limits.max_draft_tokens
         return DraftContext(
@@ -149,4 +159,5 @@ class Drafting:
             max_nodes=limit if wish is None else min(limit, wish),
             accepted=request.accepted,
             extra=request.extra,
+            least=least,
         )

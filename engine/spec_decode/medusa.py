@@ -122,7 +122,8 @@ class MedusaDrafter:
         ]
         tree = DraftTree()
         state.asked = [{} for _ in range(depths)]
-        for node in best_tree([offer.rates for offer in state.offers], context.max_nodes, MIN_SURVIVAL):
+        least = max(MIN_SURVIVAL, context.least)
+        for node in best_tree([offer.rates for offer in state.offers], context.max_nodes, least):
             # Nodes are added in the order of the list, so indices agree.
             self._add(tree, state, node.parent, node.rank, node.probability)
         return tree
@@ -139,7 +140,7 @@ class MedusaDrafter:
         state = self._requests.get(context.request_id)
         if state is None or not state.offers:
             return
-        least = tree.cutoff(context.max_nodes, MIN_SURVIVAL)
+        least = tree.cutoff(context.max_nodes, max(MIN_SURVIVAL, context.least))
         node = 0
         while node < len(tree):  # the nodes added here get children too
             depth = tree.depths[node]

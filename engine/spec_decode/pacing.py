@@ -2,21 +2,23 @@
 
 Drafting costs time whether or not the controller then takes a node, and in a large batch it often takes none. So each
 drafter keeps a book for each size of batch: what its nodes were expected to save, less what it spent. In the red, it
-is asked only now and then, until that turns out well. Drafts never enter the text, so a clock may decide this.
+is asked only as often as costs next to nothing, until that turns out well. Drafts never enter the text, so a clock may
+decide this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.scheduler import ScheduledRequest
 from engine.spec_decode.controller import StepCosts
 
-_TRIALS = 8  # proposals before a book is believed
+_TRIALS = 3  # proposals before a book is believed
 _WEIGHT = 0.1  # of the newest proposal in the average
 _PROBE_WEIGHT = 0.5  # of one made after a pause
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # steps
+_SHARE = 0.005  # of the time between them that probes may lose
+_LONGEST_PAUSE = 256  # steps
 
 
 @dataclass(slots=True)
@@ -25,22 +27,19 @@ class _Book:
 
     balance: float = 0.0
     entries: int = 0
-    pause: int = _FIRST_PAUSE
     left: int = 0
-    probing: bool = False
 
-    def enter(self, seconds: float) -> None:
-        weight = _PROBE_WEIGHT if self.probing else max(_WEIGHT, 1 / (self.entries + 1))
+    def enter(self, seconds: float, step: float) -> None:
+        """seconds: what one proposal saved, less what it took. step: seconds of a step without drafts."""
+        weight = _PROBE_WEIGHT if self._is_red else max(_WEIGHT, 1 / (self.entries + 1))
         self.balance += weight * (seconds - self.balance)
         self.entries += 1
-        if self.entries < _TRIALS:
-            return
-        if self.balance >= 0:
-            self.pause, self.probing = _FIRST_PAUSE, False
-            return
-        if self.probing:
-            self.pause = min(2 * self.pause, _LONGEST_PAUSE)
-        self.left, self.probing = self.pause, True
+        if self._is_red:
+            self.left = min(max(1, round(-self.balance / (_SHARE * step))), _LONGEST_PAUSE)
+
+    @property
+    def _is_red(self) -> bool:
+        return self.entries >= _TRIALS and self.balance < 0
 
 
 @dataclass(slots=True)
@@ -55,7 +54,7 @@ class DraftPace:
         """Whether to ask ``method`` for drafts of this many requests now. Called once a step."""
         if self.costs is None:
             return True
-        book = self._books.setdefault(_page(method, requests), _Book())
+        book = self._book(_page(method, requests))
         if book.left == 0:
             return True
         book.left -= 1
@@ -65,12 +64,23 @@ class DraftPace:
         """Drafts of ``method`` for this many requests took this long."""
         self._spent[_page(method, requests)] = self._spent.get(_page(method, requests), 0.0) + seconds
 
+    def _book(self, page: tuple[str, int]) -> _Book:
+        """A new one begins as that of smaller batches stands, if that is in the red: a larger batch leaves less room
+        for drafts."""
+        if page not in self._books:
+            smaller = [self._books[page[0], size] for size in range(page[1]) if (page[0], size) in self._books]
+            if smaller and smaller[-1].left:
+                self._books[page] = replace(smaller[-1])
+            else:
+                self._books[page] = _Book()
+        return self._books[page]
+
     def settle(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Enters what the proposals made since the last step save in the coming one, which is ``scheduled``."""
         if self.costs is not None and self._spent:
             saved = _savings(scheduled, self.costs)
             for page, seconds in self._spent.items():
-                self._books.setdefault(page, _Book()).enter(saved.get(page[0], 0.0) - seconds)
+                self._book(page).enter(saved.get(page[0], 0.0) - seconds, self.costs(1 << (page[1] - 1)))
         self._spent.clear()
 
 

@@ -90,7 +90,7 @@ class _Growth:
     tree: DraftTree
     context: DraftContext
     state: _RequestState
-    least: float = MIN_SURVIVAL
+    least: float
 
     def grow(self, matches: list[tuple[int, int]], start: int = ROOT) -> None:
         """Adds what followed the ``matches`` of the text up to and with node ``start``."""
@@ -155,8 +155,9 @@ class SuffixDrafter:
         state.origins = {}
         tree = DraftTree()
         matches = state.index.matches(context.token_ids)
-        if matches and context.max_nodes > 0:
-            _Growth(tree, context, state).grow(matches)
+        least = max(MIN_SURVIVAL, context.least)
+        if matches and context.max_nodes > 0 and state.acceptance.rate(matches[0][0]) >= least:
+            _Growth(tree, context, state, least).grow(matches)
         return tree
 
     def extend(self, context: DraftContext, tree: DraftTree) -> None:
@@ -164,7 +165,7 @@ class SuffixDrafter:
         state = self._requests.get(context.request_id)
         if state is None:
             return
-        least = tree.cutoff(context.max_nodes, MIN_SURVIVAL)
+        least = tree.cutoff(context.max_nodes, max(MIN_SURVIVAL, context.least))
         for node in range(len(tree)):
             path = tuple(tree.path_tokens(node))
             if tree.survival[node] > least and path not in state.origins:

@@ -68,6 +68,27 @@ def test_the_choice_is_the_best_of_all_sizes(seed: int) -> None:
     assert chosen >= rate([0] * len(requests))
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_nodes_under_the_least_survival_are_never_verified(count: int) -> None:
+    costs = StepCosts(CURVE)
+    least = costs.least_survival(count, 16 * count)
+    requests = [decoding(f"r{i}", [0.99 * least] * 16) for i in range(count)]
+    choices = Controller(costs).choose(requests, limits(requests), DraftRoom(0, 99))
+    assert not any(len(choice.tree) for choice in choices.values())
+    # Just above it they are, where there are as many as it takes.
+    requests = [decoding(f"r{i}", [1.2 * MIN_GAIN * least + 0.05] * 16) for i in range(count)]
+    choices = Controller(costs).choose(requests, limits(requests), DraftRoom(0, 99))
+    assert any(len(choice.tree) for choice in choices.values())
+
+
+def test_the_least_survival_is_what_the_cheapest_rows_cost() -> None:
+    costs = StepCosts({1: 10.0, 2: 12.0, 4: 12.5, 8: 30.0})
+    assert costs.least_survival(1, 1) == pytest.approx(0.2)
+    assert costs.least_survival(1, 7) == pytest.approx(0.25 / 3)  # three rows more cost a quarter of the step
+    assert costs.least_survival(4, 99) == pytest.approx(4 * (30.0 / 12.5 - 1) / 4)
+    assert StepCosts({1: 5.0}).least_survival(3, 8) == 0.0
+
+
 def test_a_hopeless_draft_is_not_verified() -> None:
     request = decoding("r", [0.01] * 4)
     choice = Controller(StepCosts(CURVE)).choose([request], limits([request]), DraftRoom(0, 99))["r"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -95,6 +96,13 @@ def test_a_reduced_vocabulary_drafts_the_models_own_ids() -> None:
     (tree,) = drafter(log_rows({5: 0.6, 2: 0.3}), token_ids=[2, 4, 6]).propose([context(max_nodes=8)])
     assert tree.tokens[0] == 2
     assert set(tree.tokens) <= {2, 4, 6}
+
+
+def test_what_could_not_pay_is_not_proposed() -> None:
+    (whole,) = drafter(log_rows({5: 0.6, 2: 0.3})).propose([context(max_nodes=8)])
+    least = sorted(whole.survival)[len(whole) // 2]
+    (tree,) = drafter(log_rows({5: 0.6, 2: 0.3})).propose([replace(context(max_nodes=8), least=least)])
+    assert sorted(tree.survival) == [survival for survival in sorted(whole.survival) if survival >= least]
 
 
 def test_the_requests_own_bias_and_bans_hold_for_drafts_too() -> None:

@@ -39,11 +39,13 @@ def test_drafts_that_pay_are_always_made() -> None:
     assert played(DraftPace(COSTS), 200, scheduled(0.5), 0.002) == list(range(200))
 
 
-def test_drafts_that_are_never_verified_are_made_ever_more_rarely() -> None:
+def test_drafts_that_are_never_verified_are_made_as_often_as_costs_next_to_nothing() -> None:
     asked = played(DraftPace(COSTS), 3000, scheduled(), 0.002)
-    pauses = [after - before - 1 for before, after in itertools.pairwise(asked)]
-    assert asked[:8] == list(range(8))
-    assert pauses[7:13] == [16, 32, 64, 128, 256, 256]
+    assert asked[:3] == [0, 1, 2]
+    # 2 ms are half a percent of forty steps of 10 ms.
+    assert {after - before - 1 for before, after in itertools.pairwise(asked[2:])} == {40}
+    dear = played(DraftPace(COSTS), 3000, scheduled(), 0.1)
+    assert {after - before - 1 for before, after in itertools.pairwise(dear[2:])} == {256}
 
 
 def test_a_drafter_comes_back_once_it_pays() -> None:
@@ -63,6 +65,17 @@ def test_batches_of_another_size_and_other_methods_have_books_of_their_own() -> 
     assert not pace.asks("medusa", 8)
     assert pace.asks("medusa", 1)
     assert pace.asks("suffix", 8)
+
+
+def test_a_larger_batch_begins_where_a_smaller_one_stands() -> None:
+    pace = DraftPace(COSTS)
+    played(pace, 100, scheduled(), 0.002, requests=2)
+    assert not pace.asks("medusa", 8)
+    assert pace.asks("medusa", 1)
+    played(pace, 100, scheduled(0.9), 0.002, requests=1)
+    fresh = DraftPace(COSTS)
+    played(fresh, 100, scheduled(0.9), 0.002, requests=1)
+    assert fresh.asks("medusa", 8)
 
 
 def test_what_another_method_saves_does_not_count() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,6 +53,15 @@ def test_branches_where_the_text_went_on_differently() -> None:
     assert seven is not None
     assert eight is not None
     assert tree.survival[seven] > tree.survival[eight]
+
+
+def test_what_could_not_pay_is_not_proposed() -> None:
+    tokens = [5, 1, 2, 3, 7, 6, 1, 2, 3, 8, 4, 1, 2, 3, 7, 9, 1, 2, 3]
+    whole = SuffixDrafter().propose([context(tokens)])[0]
+    least = sorted(whole.survival)[len(whole) // 2]
+    tree = SuffixDrafter().propose([replace(context(tokens), least=least)])[0]
+    assert sorted(tree.survival) == [survival for survival in sorted(whole.survival) if survival >= least]
+    assert len(SuffixDrafter().propose([replace(context(tokens), least=0.99)])[0]) == 0
 
 
 def test_respects_the_limits() -> None:
