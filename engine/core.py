@@ -45,7 +45,7 @@ class EngineCore:
     ) -> None:
         self.scheduler = scheduler
         self._runner = runner
-        self._drafting = drafting
+        self.drafting = drafting
         self._committer = committer
         self._inbox: deque[EngineRequest | str] = deque()
         self._requests: dict[str, Request] = {}
@@ -93,18 +93,18 @@ class EngineCore:
 
     def _forget(self, request: Request) -> None:
         self.scheduler.remove(request)
-        self._drafting.release(request.request_id)
+        self.drafting.release(request.request_id)
         del self._requests[request.request_id]
 
     def _execute(self, plan: Plan) -> Execution:
         """Computes the plan. A failing forward costs the newest of its requests, then the rest is tried again."""
         execution = Execution()
         scheduled = list(plan.scheduled)
-        self._drafting.settle(scheduled)
+        self.drafting.settle(scheduled)
         while scheduled:
             started = time.perf_counter()
             try:
-                extras: Sequence[ExtraRows | None] = self._drafting.extra_rows(scheduled)
+                extras: Sequence[ExtraRows | None] = self.drafting.extra_rows(scheduled)
                 execution.batch = build_batch(scheduled, extras)
                 execution.result = self._runner.forward(execution.batch)
             except Exception as error:
@@ -131,7 +131,7 @@ class EngineCore:
             request.finish_reason = "error"
             emissions.append((request, Emission(error=reason)))
         drafting_from = time.perf_counter()
-        self._drafting.learn_and_propose(emissions)
+        self.drafting.learn_and_propose(emissions)
         execution.seconds["draft"] = time.perf_counter() - drafting_from
         outputs = [self._committer.output(request, emission) for request, emission in emissions if emission.reports]
         for request, _ in emissions:

@@ -61,12 +61,13 @@ def measure_acceptance(
     tokens = forwards = 0
     failure: str | None = None
     try:
-        for first in range(0, len(requests), side_by_side):
-            for output in _outputs(core, requests[first : first + side_by_side]):
-                if output.finish_reason == "error":  # the others still run to their end, so that nothing is left
-                    failure = failure or output.error or "a request of the acceptance test failed"
-                tokens += len(output.tokens)
-                forwards += output.is_decode_step
+        with core.drafting.unsparing():
+            for first in range(0, len(requests), side_by_side):
+                for output in _outputs(core, requests[first : first + side_by_side]):
+                    if output.finish_reason == "error":  # the others still run to their end, so that nothing is left
+                        failure = failure or output.error or "a request of the acceptance test failed"
+                    tokens += len(output.tokens)
+                    forwards += output.is_decode_step
     finally:
         core.scheduler.controller = controller
     if failure is not None:

@@ -191,7 +191,7 @@ def assert_all_free(core: EngineCore) -> None:
     pool = core.scheduler.pool
     pool.check_invariants()
     assert pool.num_free == pool.num_blocks
-    for drafter in core._drafting.drafters:
+    for drafter in core.drafting.drafters:
         assert not getattr(drafter, "_requests", None), "a drafter still remembers a request"
 
 

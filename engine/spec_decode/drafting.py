@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from engine.scheduler import ScheduledRequest, SchedulerLimits
@@ -40,6 +41,16 @@ class Drafting:
         self._limits = limits
         self._vocab_size = vocab_size
         self._block_size = block_size
+
+    @contextmanager
+    def unsparing(self) -> Iterator[None]:
+        """Inside, every drafter is asked at every step for all it has, whatever that costs."""
+        pace, costs = self._pace, self._costs
+        self._pace, self._costs = DraftPace(), None
+        try:
+            yield
+        finally:
+            self._pace, self._costs = pace, costs
 
     def release(self, request_id: str) -> None:
         for drafter in self.drafters:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +16,11 @@ from engine.draft_test import SELF_TEST_TOKENS, measure_acceptance, self_test
 from engine.errors import ModelLoadError, RequestFailedError
 from engine.loading.heads import output_head
 from engine.model_runner import ForwardResult
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import EngineRequest, SamplingParams
 from engine.spec_decode.drafter import DraftContext
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.tree import ROOT, DraftTree
+from engine.step_bench import StepBench
 from heads.config import BaseModel, HeadsConfig
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
@@ -99,6 +101,32 @@ def test_heads_far_below_what_they_reached_in_training_are_a_warning(caplog: pyt
     level, message = told(EveryToken(), 4.0, caplog)
     assert level == logging.WARNING
     assert "1.78 in the self-test, 4.00 after training" in message
+
+
+class Noting(EveryToken):
+    """Notes below which survival the nodes of each proposal would not pay."""
+
+    def __init__(self) -> None:
+        self.least: list[float] = []
+
+    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        self.least += [context.least for context in contexts]
+        return super().propose(contexts)
+
+
+def test_what_drafts_cost_does_not_count(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(StepBench, "time_step", lambda _, rows: float(rows))  # a row more never pays
+    drafter = Noting()
+    core = tiny_core("llama", [drafter], SIZES, measures_steps=True)
+    found = measure_acceptance(core, PROMPTS, GREEDY)
+    assert (found.tokens, found.forwards) == (24, 14)
+    assert set(drafter.least) == {0.0}
+    core.add(EngineRequest("r", (3, 4, 5), GREEDY))
+    drafter.least.clear()
+    while core.has_work:
+        core.step()
+    assert drafter.least == pytest.approx([1.0] * 3)  # then its book is in the red
 
 
 def test_tokens_and_forwards_are_counted_as_the_acceptance_length_wants() -> None:
