@@ -48,6 +48,17 @@ inline Vec exponential(Vec x) {
   return x < low ? splat(0.f) : result;
 }
 
+// v[from[lane]] for each lane.
+inline Vec shuffled(Vec v, IntVec from) {
+#ifdef __clang__
+  Vec out;
+  for (int lane = 0; lane < kLanes; lane++) out[lane] = v[from[lane]];
+  return out;
+#else
+  return __builtin_shuffle(v, from);
+#endif
+}
+
 // The transform of ``kVectors`` vectors, held in registers all the while.
 template <int kVectors>
 inline void rotate_part(float* part) {
@@ -64,7 +75,7 @@ inline void rotate_part(float* part) {
       sign[lane] = lane & h ? -1.f : 1.f;
     }
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; i++) v[i] = fused(v[i], sign, __builtin_shuffle(v[i], partner));
+    for (int i = 0; i < kVectors; i++) v[i] = fused(v[i], sign, shuffled(v[i], partner));
   }
 #pragma GCC unroll 4
   for (int h = 1; h < kVectors; h *= 2)
