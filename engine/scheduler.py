@@ -96,7 +96,8 @@ class Scheduler:
         room = max(0, budget - len(self.running))
         other_rows = min(room, catching_up + self.waiting_tokens)
         limits = {request.request_id: self._draft_limits(request) for request in decoding}
-        return self.controller.choose(decoding, limits, DraftRoom(other_rows, room))
+        batch = min(self.limits.max_num_seqs, len(self.running) + len(self.waiting))
+        return self.controller.choose(decoding, limits, DraftRoom(other_rows, room, batch - len(decoding)))
 
     def _draft_limits(self, request: Request) -> tuple[int, int]:
         """(nodes, depth) allowed: a draft of depth d emits up to d + 1 tokens, and none may lie past a limit."""

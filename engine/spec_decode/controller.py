@@ -3,6 +3,9 @@
 A step of n rows takes T(n), measured at start-up. The expected yield of a step is one token for each decoding request
 plus the survival probabilities of the drafted nodes. Nodes of all requests are taken in order of survival while that
 yield per second is at its best; the curve is jagged, so every count is looked at. No nodes at all is a valid answer.
+
+Prompts that share a step have to be computed whatever is drafted, so their time does not count; and a token that is
+not drafted now comes later in a batch that they have joined, so it costs what tokens cost there.
 """
 
 from __future__ import annotations
@@ -30,10 +33,12 @@ class DraftChoice:
 
 @dataclass(frozen=True, slots=True)
 class DraftRoom:
-    """other_rows: prompt rows expected to share the forward pass. nodes: drafted rows that fit in it at most."""
+    """other_rows: prompt rows expected to share the forward pass. nodes: drafted rows that fit in it at most.
+    others: requests that will soon decode beside those that do now."""
 
     other_rows: int
     nodes: int
+    others: int = 0
 
 
 class StepCosts:
@@ -89,6 +94,12 @@ class StepCosts:
         return dict(zip(self._rows, self._seconds, strict=True))
 
 
+def plain_seconds(costs: StepCosts, decoding: int, others: int) -> float:
+    """What one token each costs ``decoding`` requests without drafts: their share of a step with ``others``."""
+    batch = decoding + others
+    return costs(batch) * decoding / batch if batch else 0.0
+
+
 class Controller:
     """Sizes the drafts of a step. ``costs`` None takes every proposed node: for tests and for comparison."""
 
@@ -135,12 +146,13 @@ class Controller:
             ((survival, request_id) for request_id, tree in proposals.items() for survival in tree.survival),
             key=lambda node: -node[0],
         )
-        plain_rows = num_decoding + room.other_rows
-        plain_rate = num_decoding / self.costs(plain_rows) if num_decoding else 0.0
-        best_rate, best_count, expected = plain_rate * MIN_GAIN, 0, float(num_decoding)
+        plain_rows, plain = num_decoding + room.other_rows, plain_seconds(self.costs, num_decoding, room.others)
+        without = self.costs(plain_rows)
+        best_rate = num_decoding / plain * MIN_GAIN if num_decoding else 0.0
+        best_count, expected = 0, float(num_decoding)
         for count, (survival, _) in enumerate(nodes[: room.nodes], start=1):
             expected += survival
-            rate = expected / self.costs(plain_rows + count)
+            rate = expected / (plain + self.costs(plain_rows + count) - without)
             if rate > best_rate:
                 best_rate, best_count = rate, count
         sizes: dict[str, int] = {}

@@ -37,7 +37,7 @@ class Drafting:
         self.drafters = tuple(drafters)
         self._pace = DraftPace(costs)
         self._costs = costs
-        self._least: dict[int, float] = {}  # by the number of requests
+        self._least: dict[int, float] = {}  # by the size of the batch
         self._limits = limits
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -95,7 +95,8 @@ class Drafting:
             request.proposal = DraftTree()
             if request.finish_reason is None and request.tokens_left(self._limits.max_model_len) > 1:
                 pending.append(request)
-        self._propose(pending)
+        # Those whose prompts are not done yet will decode beside these.
+        self._propose(pending, sum(request.finish_reason is None for request, _ in emissions))
 
     def _observe(self, feedback: DraftFeedback) -> None:
         for drafter in self.drafters:
@@ -104,13 +105,13 @@ class Drafting:
             except Exception:
                 log.exception("drafter %s could not learn from its feedback", drafter.method)
 
-    def _propose(self, requests: Sequence[Request]) -> None:
+    def _propose(self, requests: Sequence[Request], batch: int) -> None:
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
-        least = self._least_survival(len(requests))
+        least = self._least_survival(batch)
         contexts_of = {request.request_id: self._context(request, least) for request in requests}
         for drafter in self.drafters:
             contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
-            if not contexts or not self._pace.asks(drafter.method, len(contexts)):
+            if not contexts or not self._pace.asks(drafter.method, batch):
                 continue
             began = time.perf_counter()
             try:
@@ -123,7 +124,7 @@ class Drafting:
                     trees[context.request_id].append(tree)
                 else:
                     log.error("drafter %s proposed a token outside the vocabulary", drafter.method)
-            self._pace.spend(drafter.method, len(contexts), time.perf_counter() - began)
+            self._pace.spend(drafter.method, batch, time.perf_counter() - began)
         for request in requests:
             found = trees[request.request_id]
             request.proposal = found[0] if len(found) == 1 else merged(found)
@@ -151,12 +152,12 @@ class Drafting:
             return []
         return [drafter for drafter in self.drafters if wish.method in ("auto", drafter.method)]
 
-    def _least_survival(self, requests: int) -> float:
-        if self._costs is None or not requests:
+    def _least_survival(self, batch: int) -> float:
+        if self._costs is None or not batch:
             return 0.0
-        if requests not in self._least:
-            self._least[requests] = self._costs.least_survival(requests, requests * self._limits.max_draft_tokens)
-        return self._least[requests]
+        if batch not in self._least:
+            self._least[batch] = self._costs.least_survival(batch, batch * self._limits.max_draft_tokens)
+        return self._least[batch]
 
     def _context(self, request: Request, least: float = 0.0) -> DraftContext:
         wish = request.source.speculation.max_draft_tokens

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from engine.scheduler import ScheduledRequest
-from engine.spec_decode.controller import StepCosts
+from engine.spec_decode.controller import StepCosts, plain_seconds
 
 _TRIALS = 3  # proposals before a book is believed
 _WEIGHT = 0.1  # of the newest proposal in the average
@@ -50,19 +50,19 @@ class DraftPace:
     _books: dict[tuple[str, int], _Book] = field(default_factory=dict)
     _spent: dict[tuple[str, int], float] = field(default_factory=dict)
 
-    def asks(self, method: str, requests: int) -> bool:
-        """Whether to ask ``method`` for drafts of this many requests now. Called once a step."""
+    def asks(self, method: str, batch: int) -> bool:
+        """Whether to ask ``method`` for drafts now. batch: the requests that run. Called once a step."""
         if self.costs is None:
             return True
-        book = self._book(_page(method, requests))
+        book = self._book(_page(method, batch))
         if book.left == 0:
             return True
         book.left -= 1
         return False
 
-    def spend(self, method: str, requests: int, seconds: float) -> None:
-        """Drafts of ``method`` for this many requests took this long."""
-        self._spent[_page(method, requests)] = self._spent.get(_page(method, requests), 0.0) + seconds
+    def spend(self, method: str, batch: int, seconds: float) -> None:
+        """Drafts of ``method`` took this long."""
+        self._spent[_page(method, batch)] = self._spent.get(_page(method, batch), 0.0) + seconds
 
     def _book(self, page: tuple[str, int]) -> _Book:
         """A new one begins as that of smaller batches stands, if that is in the red: a larger batch leaves less room
@@ -84,13 +84,14 @@ class DraftPace:
         self._spent.clear()
 
 
-def _page(method: str, requests: int) -> tuple[str, int]:
-    return method, requests.bit_length()
+def _page(method: str, batch: int) -> tuple[str, int]:
+    return method, batch.bit_length()
 
 
 def _savings(scheduled: Sequence[ScheduledRequest], costs: StepCosts) -> dict[str, float]:
     """Seconds that each method's drafted rows are expected to save: what plain decoding would need for the tokens they
-    yield, less what the rows add to the step, shared out by the tokens."""
+    yield, less what the rows add to the step, shared out by the tokens. Prompts in the step count as the requests that
+    they will be (``controller``): by the time their rows take, any draft would seem to pay."""
     expected: dict[str, float] = {}
     decoding = rows = nodes = 0
     for item in scheduled:
@@ -102,6 +103,6 @@ def _savings(scheduled: Sequence[ScheduledRequest], costs: StepCosts) -> dict[st
     total = sum(expected.values())
     if not total or not decoding:
         return {}
-    plain = costs(rows)
-    saved = total * plain / decoding - (costs(rows + nodes) - plain)
+    plain = plain_seconds(costs, decoding, len(scheduled) - decoding)
+    saved = total * plain / decoding - (costs(rows + nodes) - costs(rows))
     return {method: saved * share / total for method, share in expected.items()}

@@ -53,11 +53,15 @@ def test_the_choice_is_the_best_of_all_sizes(seed: int) -> None:
         for i in range(draw.randint(1, 3))
     ]
     other_rows, costs, room = draw.choice([0, 0, 5]), StepCosts(CURVE), draw.choice([99, 4])
-    choices = Controller(costs).choose(requests, limits(requests), DraftRoom(other_rows, room))
+    batch = len(requests) + (others := 2 if other_rows else 0)
+    choices = Controller(costs).choose(requests, limits(requests), DraftRoom(other_rows, room, others))
 
     def rate(sizes: Sequence[int]) -> float:
         expected = len(requests) + sum(sum(r.proposal.survival[:n]) for r, n in zip(requests, sizes, strict=True))
-        return expected / costs(len(requests) + other_rows + sum(sizes))
+        plain_rows = len(requests) + other_rows
+        # Their share of a plain step of the whole batch, and what the drafted rows add to this one.
+        added = costs(plain_rows + sum(sizes)) - costs(plain_rows)
+        return expected / (costs(batch) * len(requests) / batch + added)
 
     sizes = itertools.product(*(range(len(r.proposal) + 1) for r in requests))
     best = max(rate(each) for each in sizes if sum(each) <= room)
@@ -87,6 +91,19 @@ def test_the_least_survival_is_what_the_cheapest_rows_cost() -> None:
     assert costs.least_survival(1, 7) == pytest.approx(0.25 / 3)  # three rows more cost a quarter of the step
     assert costs.least_survival(4, 99) == pytest.approx(4 * (30.0 / 12.5 - 1) / 4)
     assert StepCosts({1: 5.0}).least_survival(3, 8) == 0.0
+
+
+def test_a_prompt_in_the_step_makes_no_draft_cheaper() -> None:
+    costs = StepCosts({1: 10.0, 2: 12.0, 128: 264.0})  # 2 a row
+    for survival, taken in ((0.15, 0), (0.5, 4)):
+        request = decoding("r", [survival] * 4)
+        for other_rows in (0, 100):
+            choice = Controller(costs).choose([request], limits([request]), DraftRoom(other_rows, 20))["r"]
+            assert len(choice.tree) == taken
+    # With seven more that will decode beside it, a token costs 3 instead of 10, so half a token for 2 is no bargain.
+    request = decoding("r", [0.5] * 4)
+    choice = Controller(costs).choose([request], limits([request]), DraftRoom(100, 20, 7))["r"]
+    assert len(choice.tree) == 0
 
 
 def test_a_hopeless_draft_is_not_verified() -> None:
