@@ -36,8 +36,6 @@ class Drafting:
         """costs: of a step, by its rows; None asks every drafter at every step."""
         self.drafters = tuple(drafters)
         self._pace = DraftPace(costs)
-        self._costs = costs
-        self._least: dict[int, float] = {}  # by the size of the batch
         self._limits = limits
         self._vocab_size = vocab_size
         self._block_size = block_size
@@ -45,12 +43,11 @@ class Drafting:
     @contextmanager
     def unsparing(self) -> Iterator[None]:
         """Inside, every drafter is asked at every step for all it has, whatever that costs."""
-        pace, costs = self._pace, self._costs
-        self._pace, self._costs = DraftPace(), None
+        pace, self._pace = self._pace, DraftPace()
         try:
             yield
         finally:
-            self._pace, self._costs = pace, costs
+            self._pace = pace
 
     def release(self, request_id: str) -> None:
         for drafter in self.drafters:
@@ -106,8 +103,10 @@ class Drafting:
                 log.exception("drafter %s could not learn from its feedback", drafter.method)
 
     def _propose(self, requests: Sequence[Request], batch: int) -> None:
+        if not requests:
+            return
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
-        least = self._least_survival(batch)
+        least = self._pace.least_survival(batch, batch * self._limits.max_draft_tokens)
         contexts_of = {request.request_id: self._context(request, least) for request in requests}
         for drafter in self.drafters:
             contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
@@ -151,13 +150,6 @@ class Drafting:
         if not wish.enabled:
             return []
         return [drafter for drafter in self.drafters if wish.method in ("auto", drafter.method)]
-
-    def _least_survival(self, batch: int) -> float:
-        if self._costs is None or not batch:
-            return 0.0
-        if batch not in self._least:
-            self._least[batch] = self._costs.least_survival(batch, batch * self._limits.max_draft_tokens)
-        return self._least[batch]
 
     def _context(self, request: Request, least: float = 0.0) -> DraftContext:
         wish = request.source.speculation.max_draft_tokens

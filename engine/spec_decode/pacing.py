@@ -31,14 +31,14 @@ class _Book:
 
     def enter(self, seconds: float, step: float) -> None:
         """seconds: what one proposal saved, less what it took. step: seconds of a step without drafts."""
-        weight = _PROBE_WEIGHT if self._is_red else max(_WEIGHT, 1 / (self.entries + 1))
+        weight = _PROBE_WEIGHT if self.is_red else max(_WEIGHT, 1 / (self.entries + 1))
         self.balance += weight * (seconds - self.balance)
         self.entries += 1
-        if self._is_red:
+        if self.is_red:
             self.left = min(max(1, round(-self.balance / (_SHARE * step))), _LONGEST_PAUSE)
 
     @property
-    def _is_red(self) -> bool:
+    def is_red(self) -> bool:
         return self.entries >= _TRIALS and self.balance < 0
 
 
@@ -49,6 +49,15 @@ class DraftPace:
     costs: StepCosts | None = None
     _books: dict[tuple[str, int], _Book] = field(default_factory=dict)
     _spent: dict[tuple[str, int], float] = field(default_factory=dict)
+    _least: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def least_survival(self, batch: int, nodes: int) -> float:
+        """``StepCosts.least_survival``, remembered: it is wanted at every step."""
+        if self.costs is None:
+            return 0.0
+        if (batch, nodes) not in self._least:
+            self._least[batch, nodes] = self.costs.least_survival(batch, nodes)
+        return self._least[batch, nodes]
 
     def asks(self, method: str, batch: int) -> bool:
         """Whether to ask ``method`` for drafts now. batch: the requests that run. Called once a step."""
@@ -69,10 +78,7 @@ class DraftPace:
         for drafts."""
         if page not in self._books:
             smaller = [self._books[page[0], size] for size in range(page[1]) if (page[0], size) in self._books]
-            if smaller and smaller[-1].left:
-                self._books[page] = replace(smaller[-1])
-            else:
-                self._books[page] = _Book()
+            self._books[page] = replace(smaller[-1]) if smaller and smaller[-1].is_red else _Book()
         return self._books[page]
 
     def settle(self, scheduled: Sequence[ScheduledRequest]) -> None:

@@ -18,14 +18,7 @@ import torch
 
 from engine.config import VerifierName
 from engine.errors import RequestFailedError
-from engine.sampler.processing import (
-    RowContext,
-    TargetRow,
-    gather_rows,
-    is_greedy,
-    needs_processing,
-    target_row,
-)
+from engine.sampler.processing import RowContext, TargetRow, gather_rows, is_greedy, needs_processing, target_row
 from engine.sampler.sample import Draw, gumbel_argmax
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.rejection import RejectionRule

@@ -178,13 +178,13 @@ class _Run:
         # Neither does a prompt that is asked again in a round find itself there.
         again, place = divmod(index, len(self.prompts))
         turn_of = f"{self.course.run}/{self.load.label}/{turn}/{again}"
-        prompt = self.prompts[place] if self.all_ours else unlike_earlier(self.prompts[place], turn_of)
+        prompt = self.prompts[place] if self.all_ours else _unlike_earlier(self.prompts[place], turn_of)
         outcome = await _outcome(side, place, prompt, f"{turn_of}/{side.name}")
         self.advance(outcome)
         return outcome
 
 
-def unlike_earlier(prompt: str, turn: str) -> str:
+def _unlike_earlier(prompt: str, turn: str) -> str:
     """The prompt behind a line that each turn has of its own, so that what another server kept of an earlier turn does
     not help it. Prompts of one turn still share what they begin with."""
     return f"Conversation {hashlib.sha256(turn.encode()).hexdigest()[:8]}.\n\n{prompt}"

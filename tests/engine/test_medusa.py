@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,7 +100,7 @@ def test_a_reduced_vocabulary_drafts_the_models_own_ids() -> None:
 def test_what_could_not_pay_is_not_proposed() -> None:
     (whole,) = drafter(log_rows({5: 0.6, 2: 0.3})).propose([context(max_nodes=8)])
     least = sorted(whole.survival)[len(whole) // 2]
-    (tree,) = drafter(log_rows({5: 0.6, 2: 0.3})).propose([replace(context(max_nodes=8), least=least)])
+    (tree,) = drafter(log_rows({5: 0.6, 2: 0.3})).propose([dataclasses.replace(context(max_nodes=8), least=least)])
     assert sorted(tree.survival) == [survival for survival in sorted(whole.survival) if survival >= least]
 
 

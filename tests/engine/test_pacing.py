@@ -61,12 +61,8 @@ def test_drafts_that_cost_more_than_they_save_are_given_up() -> None:
 
 def test_a_prompt_in_the_step_makes_no_draft_pay() -> None:
     costs = StepCosts({1: 0.010, 2: 0.012, 128: 0.264})
-    prompts = [
-        ScheduledRequest(
-            Request.from_source(EngineRequest(f"p{i}", (1,) * 90, SamplingParams()), ()), 0, 40, DraftTree()
-        )
-        for i in range(2)
-    ]
+    prompt = Request.from_source(EngineRequest("p", (1,) * 90, SamplingParams()), ())
+    prompts = [ScheduledRequest(prompt, 0, 40, DraftTree())] * 2
     # Of three that will decode together a token costs 4.7 ms, a row 2 ms: half a token is worth 0.3 ms.
     assert len(played(DraftPace(costs), 200, [*scheduled(0.5), *prompts], 0.001)) < 20
     assert len(played(DraftPace(costs), 200, [*scheduled(0.9), *prompts], 0.001)) == 200

@@ -29,8 +29,8 @@ inline void quantise16(const float* x, float inverse, int16_t* out) {
 
 typedef int32_t Pair __attribute__((may_alias));
 
-// One row's share of a step over the inputs. Spelt out, because the compiler does not see that the temporaries fit and
-// keeps some of the sums in memory, at a third of the speed.
+// One row's share of a turn of the loop over the inputs. Spelt out, because the compiler does not see that the
+// temporaries fit, and keeps some of the sums in memory.
 inline void add_products(__m256i a, __m256i b, const int16_t* two, __m256i& low, __m256i& high) {
   __m256i x, y;
   asm("vpbroadcastd %4, %2\n\t"
@@ -51,9 +51,10 @@ inline void add_products(__m256 a, __m256 b, const float* one, __m256& low, __m2
       : "m"(*one), "x"(a), "x"(b));
 }
 
-// The loops over rows are unrolled early: only then do the sums get registers.
+// The loops over rows are unrolled early, and each is a function of its own: only then do all sums get registers.
 template <int kCount>
-__attribute__((noinline)) void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, Ahead ahead, int32_t* totals) {
+__attribute__((noinline)) void int8_rows(const int8_t* weights, const int16_t* inputs, int32_t k, Ahead ahead,
+                                         int32_t* totals) {
   __m256i low[kCount], high[kCount];
 #pragma GCC unroll 6
   for (int r = 0; r < kCount; r++) low[r] = high[r] = _mm256_setzero_si256();
@@ -73,7 +74,8 @@ __attribute__((noinline)) void int8_rows(const int8_t* weights, const int16_t* i
 }
 
 template <int kCount>
-__attribute__((noinline)) void float_rows(const float* weights, const float* inputs, int32_t k, Ahead ahead, float* products) {
+__attribute__((noinline)) void float_rows(const float* weights, const float* inputs, int32_t k, Ahead ahead,
+                                          float* products) {
   __m256 low[kCount], high[kCount];
 #pragma GCC unroll 6
   for (int r = 0; r < kCount; r++) low[r] = high[r] = _mm256_setzero_ps();

@@ -25,6 +25,8 @@ struct Matrix {
   int32_t is_int8;
 };
 
+inline size_t panel_bytes(int32_t k, bool is_int8) { return (size_t)k * kPanel * (is_int8 ? 1 : sizeof(float)); }
+
 // Rows ready to be multiplied. data: [rows, k], int16_t for int8 weights, else float. scale: one a row (int8 weights
 // only), its quantisation step.
 struct Rows {

@@ -167,11 +167,11 @@ inline void with_count(int32_t count, const Compute& compute) {
 inline void product_tile(const Matrix& matrix, const Rows& rows, int32_t panel, int32_t first, int32_t count,
                          float* products) {
   const int32_t k = matrix.k;
-  const int32_t line = kPanel * (matrix.is_int8 ? 1 : (int32_t)sizeof(float));  // bytes of one input's weights
-  const size_t bytes = (size_t)k * line;
   // The tiles of a panel share out the next one, so that memory works while they compute.
+  const size_t bytes = panel_bytes(k, matrix.is_int8);
   const char* next = (const char*)matrix.data + (panel + 1) * bytes + bytes * first / rows.count;
-  const Ahead ahead = {next, (matrix.is_int8 ? 2 : 1) * line * count / rows.count + 1};
+  const int32_t turns = matrix.is_int8 ? k / 2 : k;  // of the loop over the inputs
+  const Ahead ahead = {next, (int32_t)(bytes / turns) * count / rows.count + 1};
   if (!matrix.is_int8) {
     const float* weights = (const float*)matrix.data + (size_t)panel * k * kPanel;
     const float* inputs = (const float*)rows.data + (size_t)first * k;
@@ -381,7 +381,7 @@ void pack_int8(const int8_t* quantised, int32_t n, int32_t k, void* packed) {
 }
 
 size_t packed_bytes(int32_t n, int32_t k, int32_t is_int8) {
-  return (size_t)((n + kPanel - 1) / kPanel) * kPanel * k * (is_int8 ? 1 : sizeof(float));
+  return (n + kPanel - 1) / kPanel * panel_bytes(k, is_int8);
 }
 
 const Kernels kernels = {kName, packed_bytes, pack_int8, pack_float, rotate, prepare,

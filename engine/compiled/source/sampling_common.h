@@ -70,8 +70,7 @@ int32_t gumbel_argmax(const float* logits, int32_t vocab, const NoiseKey& key) {
     const float near = (float)best, slack = 1e-3f + 1e-6f * __builtin_fabsf(near);
     IntVec possible = IntVec{};
     for (int i = 0; i < kNoiseChunk; i += kLanes) {
-      typedef int32_t UnalignedInts __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
-      const IntVec rest = (IntVec)(~*(const UnalignedInts*)(bits + i)) >> 1 & 0x7fffffff;
+      const IntVec rest = (IntVec)(~*(const UnalignedInt*)(bits + i)) >> 1 & 0x7fffffff;
       const Vec size = __builtin_convertvector((IntVec)__builtin_convertvector(rest, Vec), Vec);
       const Vec least = size * splat(1.1920928955078125e-7f) - splat(158.f);
       possible |= least <= (load(z + i) - splat(near)) * splat(1.44269504088896341f) + splat(slack);

@@ -65,7 +65,11 @@ struct alignas(64) Counter {
 
 struct Engine {
   Engine(const HeadlongModel& model, const Kernels* kernels, int threads)
-      : model(model), kernels(kernels), pool(threads), counters((model.num_layers * 5 + 1) * threads), scores(threads) {}
+      : model(model),
+        kernels(kernels),
+        pool(threads),
+        counters((model.num_layers * 5 + 1) * threads),
+        scores(threads) {}
 
   HeadlongModel model;
   const Kernels* kernels;
@@ -132,6 +136,9 @@ class Step {
     for (int r = t; r < count; r += e_.pool.size()) f(r);
   }
 
+  // What is still to be taken of the part of thread ``owner``, in the piece of work ``counter``.
+  std::atomic<int32_t>& next_of(int counter, int owner) { return e_.counters[counter * e_.pool.size() + owner].next; }
+
   int first_of(int t, int total) const { return (int)((int64_t)total * t / e_.pool.size()); }
 
   // Hands out [0, total) in pieces. Each thread begins with a part of its own, so that it finds what it fetched ahead;
@@ -142,7 +149,7 @@ class Step {
     for (int turn = 0; turn < threads; turn++) {
       const int owner = (t + turn) % threads, first = first_of(owner, total), last = first_of(owner + 1, total);
       const int piece = std::max(1, (last - first) / 8);
-      std::atomic<int32_t>& next = e_.counters[counter * threads + owner].next;
+      std::atomic<int32_t>& next = next_of(counter, owner);
       for (int at; (at = first + next.fetch_add(piece, std::memory_order_relaxed)) < last;)
         f(at, std::min(at + piece, last));
     }
@@ -150,8 +157,8 @@ class Step {
 
   // Has memory fetch the beginning of a thread's part of ``matrix`` while there is other work or nothing to do.
   void warm(int t, const Matrix& matrix, int first_panel, int total) const {
-    const size_t panel = (size_t)matrix.k * kPanel * (matrix.is_int8 ? 1 : sizeof(float));
-    const char* at = (const char*)matrix.data + (first_panel + first_of(t, total)) * panel;
+    const size_t first = first_panel + first_of(t, total);
+    const char* at = (const char*)matrix.data + first * panel_bytes(matrix.k, matrix.is_int8);
     for (int i = 0; i < kWarmBytes; i += 64) __builtin_prefetch(at + i);
   }
 
@@ -170,8 +177,9 @@ class Step {
     each_row(t, s_.rows, [&](int r) { place(layer, r); });
     e_.pool.barrier();
     float* scores = e_.scores[t].floats((size_t)kQueries * score_stride_);
-    for (int next; (next = e_.counters[(counter + 1) * e_.pool.size()].next.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
-      attend(layer, tasks_[next], scores);
+    std::atomic<int32_t>& next = next_of(counter + 1, 0);
+    for (int task; (task = next.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
+      attend(layer, tasks_[task], scores);
     warm(t, layer.output, 0, panels(layer.output.n));
     e_.pool.barrier();
     each_row(t, s_.rows, [&](int r) { k_.prepare(layer.output, mixed_ + (size_t)r * mixed, r, rows_); });
