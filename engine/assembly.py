@@ -6,6 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,15 +27,17 @@ from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.drafting import Drafting
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.path_drafter import MtpDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench, measured_costs
 from heads.checkpoint import LoadedHeads
 from heads.lm_head import DraftLmHead
+from heads.mtp import MtpModule
 
 log = logging.getLogger("headlong.engine")
 
-HEAD_METHODS = (MedusaDrafter.method,)
+HEAD_METHODS = (MedusaDrafter.method, MtpDrafter.method)
 _CPU_POOL = 2 << 30
 _MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the last stretch did
 # A CPU is saturated by few rows, so more of them in a step only make the others wait.
@@ -94,13 +97,15 @@ def _head_drafter(
             f"name their folder with speculation.heads, or train some: headlong train"
         )
     lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
-    return MedusaDrafter(
-        heads.heads.to(lm_head.linear.weight.device),
-        lm_head,
-        calibration=heads.config.calibration,
-        coupling=config.coupling,
-        eos_token_ids=loaded.eos_token_ids,
-    )
+    module = heads.heads.to(lm_head.linear.weight.device)
+    common: dict[str, Any] = {
+        "calibration": heads.config.calibration,
+        "coupling": config.coupling,
+        "eos_token_ids": loaded.eos_token_ids,
+    }
+    if isinstance(module, MtpModule):
+        return MtpDrafter(module, lm_head, **common)
+    return MedusaDrafter(module, lm_head, **common)
 
 
 def _training_free(name: str) -> Drafter:
@@ -130,9 +135,6 @@ def assemble(
     parameter = next(loaded.model.parameters())
     limits, num_blocks = _sizes(loaded, settings, backend.shapes, parameter.dtype, parameter.device)
     block_size = settings.engine.block_size
-    for drafter in drafters:
-        if isinstance(drafter, MedusaDrafter):
-            drafter.compute_with(backend.head_compute)
     limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
     progress(f"Allocating a KV cache of {num_blocks * block_size} tokens")
     needs = RunnerNeeds(
@@ -140,8 +142,11 @@ def assemble(
         block_size=block_size,
         needs_hidden=recorder is not None or any(drafter.needs_hidden for drafter in drafters),
         hidden_layers=sorted({layer for drafter in drafters for layer in drafter.hidden_layers}),
+        passes=limits.max_num_seqs if any(drafter.method == MtpDrafter.method for drafter in drafters) else 0,
     )
     runner = backend.make_runner(needs)
+    for drafter in drafters:
+        drafter.prepare(backend.head_compute, runner)
     bench = StepBench(runner, block_size, num_blocks)
     with refusing(loaded):
         backend.check(bench.logits(check_tokens(vocab_size(loaded.model))))

@@ -45,12 +45,14 @@ _BEHIND = 512  # positions no text reaches, but the bench's short contexts and a
 
 @dataclass(frozen=True, slots=True)
 class RunnerNeeds:
-    """num_slots: KV entries. block_size: tokens a block. needs_hidden, hidden_layers: states that somebody reads."""
+    """num_slots: KV entries. block_size: tokens a block. needs_hidden, hidden_layers: states that somebody reads.
+    passes: requests that an MTP module may draft for at once."""
 
     num_slots: int
     block_size: int
     needs_hidden: bool = False
     hidden_layers: Sequence[int] = ()
+    passes: int = 0
 
 
 class Backend(Protocol):
@@ -158,6 +160,7 @@ class CompiledBackend:
             threads=torch.get_num_threads(),
             needs_hidden=needs.needs_hidden,
             hidden_layers=needs.hidden_layers,
+            passes=needs.passes,
         )
 
     def check(self, logits: torch.Tensor) -> None:

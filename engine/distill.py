@@ -20,7 +20,10 @@ from engine.errors import RequestFailedError
 from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
+from engine.spec_decode.draft_block import DraftBlock
 from heads.data import Answer, Ask, LoopDetector
+from heads.lm_head import DraftLmHead
+from heads.mtp import MtpModule
 from heads.settings import AnswerSettings
 
 
@@ -47,6 +50,12 @@ class StateRecorder:
 
     def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
         self._runner.move_kv(source, target)
+
+    def read_kv(self, layer: int, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._runner.read_kv(layer, slots)
+
+    def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
+        return self._runner.make_block(module, lm_head)
 
 
 @dataclass(slots=True)

@@ -25,15 +25,19 @@ from safetensors import SafetensorError
 from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig, TrainingConfig
+from engine.contexts import ContextReader, add_contexts
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
 from engine.loading import LoadedModel, load_model
 from engine.loading.heads import output_head
+from engine.loading.mtp import attach_base, new_mtp
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
+from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.path_drafter import MtpDrafter
 from heads.checkpoint import DRAFT_VOCAB_FILE, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
@@ -41,8 +45,11 @@ from heads.errors import HeadsError
 from heads.evaluate import Evaluation, evaluate
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.medusa import MedusaHeads
+from heads.mtp import MtpModule
 from heads.train import Progress, train
 
+MTP = MtpDrafter.method
+Heads = MedusaHeads | MtpModule
 WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
 _BASELINE_PROMPTS = 24
 _BASELINE_TOKENS = 64
@@ -72,7 +79,8 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml."""
+    """material: makes the prompts from the model's folder, where its tokenizer lies. method: "medusa" or "mtp". run:
+    facts for run.yaml."""
 
     model: ModelConfig
     folder: Path
@@ -80,6 +88,7 @@ class TrainJob:
     engine: EngineConfig = field(default_factory=EngineConfig)
     settings: TrainingConfig = field(default_factory=TrainingConfig)
     run: Mapping[str, Any] = field(default_factory=dict)
+    method: str = MedusaDrafter.method
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +102,7 @@ class TrainReport:
 
 
 def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
-    """Trains Medusa heads and writes them to ``job.folder``; blocking, minutes to hours.
+    """Trains heads and writes them to ``job.folder``; blocking, minutes to hours.
 
     Raises ModelLoadError for the model, HeadTrainingError for settings, prompts or files that cannot be used.
     """
@@ -110,13 +119,13 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
-    backend, head = _load(job, watch)
+    backend, head, heads = _load(job, watch)
     loaded = backend.loaded
     material = job.material(loaded.path)
     asks = _asks(job, loaded, material)
     store = AnswerStore(job.folder / WORK / "answers", answer_plan(backend, asks, job.settings.answers))
     _collect(job, backend, store, asks, watch)
-    answers = [answer for answer in store.read_all() if len(answer.tokens) > 1]
+    answers = [answer for answer in _read(job, backend, store, watch) if len(answer.tokens) > 1]
     seen = [answer for answer in answers if not answer.is_held_out]
     kept = [answer for answer in answers if answer.is_held_out]
     if not seen or not kept:
@@ -125,7 +134,6 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
         )
     settings = job.settings.training
     lm_head = DraftLmHead(head, draft_vocab(seen, material.always_drafted, settings.draft_vocab, len(head.weight)))
-    heads = MedusaHeads(head.weight.shape[1], settings.num_heads, settings.num_layers).to(head.weight.device)
     train(heads, lm_head, seen, settings, job.folder / WORK, _reporting(watch))
     watch.line("Testing on held-out answers")
     greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
@@ -141,20 +149,43 @@ class _Result:
     """What training gave. seen, kept: the answers trained on and held out."""
 
     backend: Backend
-    heads: MedusaHeads
+    heads: Heads
     lm_head: DraftLmHead
     evaluation: Evaluation
     seen: Sequence[Answer]
     kept: Sequence[Answer]
 
 
-def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead]:
+def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
     device = resolve_device(job.engine.device)
     loaded = load_model(job.model, device, resolve_dtype(job.model.dtype), watch.line)
     head = output_head(loaded.model)
     # Packing frees the plain weights of an untied lm_head; training still reads them.
     head = dataclasses.replace(head, weight=head.weight.detach().clone())
-    return choose_backend(loaded, job.model.quantization, job.engine, watch.line), head
+    settings = job.settings.training
+    heads: Heads
+    if job.method == MTP:
+        heads = new_mtp(loaded.model, settings)
+    else:
+        heads = MedusaHeads(head.weight.shape[1], settings.num_heads, settings.num_layers).to(device)
+    backend = choose_backend(loaded, job.model.quantization, job.engine, watch.line)
+    if isinstance(heads, MtpModule):
+        attach_base(heads, loaded.model)
+    return backend, head, heads
+
+
+def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
+    """All answers, with their contexts where the method's heads attend to them."""
+    shards = range(len(store))
+    if job.method != MTP:
+        return store.read_all()
+
+    def make_reader() -> ContextReader:
+        longest = max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
+        return ContextReader(backend, longest, job.engine.block_size)
+
+    add_contexts(store, len(shards), make_reader, lambda done: watch.advance("contexts", done, len(shards), ""))
+    return [answer for index in shards for answer in store.read_with_contexts(index)]
 
 
 def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
@@ -252,7 +283,8 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     loaded, heads = result.backend.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
-        method=MedusaDrafter.method,
+        method=job.method,
+        mtp=heads.shape if isinstance(heads, MtpModule) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
         hidden_size=heads.hidden_size,
@@ -272,7 +304,12 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
 def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]) -> float:
     """Acceptance length of the heads alone on held-out prompts, greedy, every proposed node verified."""
     heads, lm_head = copy.deepcopy((result.heads, result.lm_head))  # serving packs them
-    drafter = MedusaDrafter(heads, lm_head, calibration=result.evaluation.calibration)
+    calibration = result.evaluation.calibration
+    drafter: Drafter
+    if isinstance(heads, MtpModule):
+        drafter = MtpDrafter(heads, lm_head, calibration=calibration)
+    else:
+        drafter = MedusaDrafter(heads, lm_head, calibration=calibration)
     settings = EngineSettings(job.model, job.engine)
     core = assemble(result.backend, settings, lambda _: None, [drafter], measures_steps=False).core
     sampling = SamplingParams(temperature=0.0, max_tokens=min(_BASELINE_TOKENS, job.settings.answers.max_tokens))

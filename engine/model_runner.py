@@ -18,7 +18,11 @@ from engine.attention.cache import PagedKV
 from engine.attention.paged import ATTENTION_NAME, register
 from engine.attention.segments import step_attention
 from engine.batch import Batch
+from engine.loading.mtp import attach_base
+from engine.spec_decode.draft_block import DraftBlock, TorchDraftBlock
 from engine.spec_decode.drafter import HiddenStates
+from heads.lm_head import DraftLmHead
+from heads.mtp import MtpModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,14 @@ class ModelRunner(Protocol):
 
     def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copies KV entries from slots ``source`` to slots ``target``, all layers."""
+        ...
+
+    def read_kv(self, layer: int, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of a layer's keys [len(slots), kv_heads, key_dim] and values, as they lie in the cache."""
+        ...
+
+    def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
+        """An MTP module that drafts over this runner's cache; it cannot be trained or saved any more."""
         ...
 
 
@@ -135,3 +147,12 @@ class TransformersRunner:
     @torch.inference_mode()
     def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
         self._cache.move(torch.tensor(source, device=self._device), torch.tensor(target, device=self._device))
+
+    @torch.inference_mode()
+    def read_kv(self, layer: int, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        at = torch.tensor(slots, device=self._device)
+        return self._cache.keys[layer][:, at].transpose(0, 1), self._cache.values[layer][:, at].transpose(0, 1)
+
+    def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
+        attach_base(module, self._model)
+        return TorchDraftBlock(module, lm_head, self._cache, self._block_size)

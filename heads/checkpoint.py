@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import nn
 
 from heads.config import CONFIG_FILE, HeadsConfig
 from heads.errors import HeadsError
 from heads.files import replace_file
 from heads.medusa import MedusaHeads
+from heads.mtp import MtpModule
 
 WEIGHTS_FILE = "heads.safetensors"
 DRAFT_VOCAB_FILE = "draft_vocab.json"
@@ -27,11 +29,11 @@ class LoadedHeads:
 
     folder: Path
     config: HeadsConfig
-    heads: MedusaHeads
+    heads: MedusaHeads | MtpModule
     token_ids: torch.Tensor | None
 
 
-def save_heads(folder: Path, heads: MedusaHeads, config: HeadsConfig, token_ids: torch.Tensor | None, run: str) -> None:
+def save_heads(folder: Path, heads: nn.Module, config: HeadsConfig, token_ids: torch.Tensor | None, run: str) -> None:
     """Writes a folder of heads; config.json comes last, so a folder that has it is whole. run: text of run.yaml."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
@@ -47,10 +49,8 @@ def save_heads(folder: Path, heads: MedusaHeads, config: HeadsConfig, token_ids:
 def load_heads(folder: Path) -> LoadedHeads:
     """Raises HeadsError for a folder that does not hold heads we can run, in one sentence."""
     config = HeadsConfig.read(folder)
-    if config.method != "medusa":
-        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; medusa is the one there is")
     with torch.device("meta"):  # sizes alone: a config.json that lies about them must not take memory for them
-        heads = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+        heads = _empty(config, folder)
     try:
         weights = load_file(folder / WEIGHTS_FILE)
     except (OSError, SafetensorError) as error:
@@ -60,7 +60,17 @@ def load_heads(folder: Path) -> LoadedHeads:
     return LoadedHeads(folder, config, heads.eval().requires_grad_(False), _draft_vocab(folder, config))
 
 
-def _require_fitting(weights: dict[str, torch.Tensor], heads: MedusaHeads, folder: Path) -> None:
+def _empty(config: HeadsConfig, folder: Path) -> MedusaHeads | MtpModule:
+    if config.method == "medusa":
+        return MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+    if config.method != "mtp":
+        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; known are medusa and mtp")
+    if config.mtp is None:
+        raise HeadsError(f"{folder}: {CONFIG_FILE} of an mtp module needs its sizes under mtp")
+    return MtpModule(config.hidden_size, config.mtp, config.num_heads)
+
+
+def _require_fitting(weights: dict[str, torch.Tensor], heads: nn.Module, folder: Path) -> None:
     wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     for name in sorted(wanted.keys() | found.keys()):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jsonschema
 from jsonschema.validators import extend
@@ -16,6 +16,7 @@ from heads.errors import HeadsError
 FORMAT = "headlong"
 HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
 CONFIG_FILE = "config.json"
+KvSource = Literal["base", "own"]
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
 
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 1 << 24}
@@ -31,6 +32,18 @@ _SCHEMA: dict[str, Any] = {
         "num_layers": _FEW,
         "hidden_size": _COUNT,
         "vocab_size": _COUNT,
+        "mtp": {
+            "type": "object",
+            "required": ["kv", "intermediate", "heads", "kv_heads", "head_dim", "eps"],
+            "properties": {
+                "kv": {"enum": ["base", "own"]},
+                "intermediate": _COUNT,
+                "heads": _COUNT,
+                "kv_heads": _COUNT,
+                "head_dim": {**_COUNT, "multipleOf": 2},
+                "eps": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
+            },
+        },
         "draft_vocab": {"type": ["string", "null"], "pattern": "^[^/\\\\]+$"},
         "base_model": {
             "type": "object",
@@ -81,8 +94,22 @@ class Calibration:
 
 
 @dataclass(frozen=True, slots=True)
+class MtpSizes:
+    """Of an MTP module's block. kv: whose keys and values it reads of the committed text, "base" the last layer's of
+    the base model, whose kv_heads and head_dim they then are. eps: of the norms."""
+
+    kv: KvSource
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class HeadsConfig:
-    """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k.
+    """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k; an MTP module's
+    depths count as heads. mtp: of that method alone.
 
     baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
     tries the heads at load.
@@ -99,12 +126,14 @@ class HeadsConfig:
     baseline: Mapping[str, float] = field(default_factory=dict)
     calibration: Calibration | None = None
     self_test: tuple[tuple[int, ...], ...] = ()
+    mtp: MtpSizes | None = None
 
     def to_json(self) -> str:
         fields = asdict(self)
         base = {**fields.pop("base_model"), "hidden": HIDDEN}
-        if self.calibration is None:
-            del fields["calibration"]
+        for name in ("calibration", "mtp"):
+            if fields[name] is None:
+                del fields[name]
         return json.dumps({"format": FORMAT, **fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
@@ -137,6 +166,7 @@ class HeadsConfig:
             vocab_size=raw["vocab_size"],
             base_model=BaseModel(raw["base_model"]["name"], raw["base_model"]["digest"]),
             num_layers=raw.get("num_layers", 1),
+            mtp=MtpSizes(**{name: raw["mtp"][name] for name in MtpSizes.__slots__}) if "mtp" in raw else None,
             draft_vocab=raw["draft_vocab"],
             trained=raw.get("trained", {}),
             baseline=raw.get("baseline", {}),

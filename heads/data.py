@@ -7,7 +7,9 @@ beside and renamed: a killed run loses the shard under way and nothing else.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import json
 import os
 from collections import Counter, deque
@@ -38,12 +40,32 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
+class Context:
+    """What the model knew of an answer's text at every position, for heads that attend to it.
+
+    keys, values: [entries, kv_heads, head_dim] of its last layer as they lie in the cache (keys are rotated), one entry
+    a token but for the last, whose own was never needed. prompt_tokens: [prompt]. prompt_states: [prompt - 1, hidden],
+    final states before the one that chose the first token.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    prompt_tokens: torch.Tensor
+    prompt_states: torch.Tensor
+
+    def to(self, device: torch.device) -> Context:
+        return Context(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
-    """tokens: what the model wrote. states: [len(tokens), hidden], ``states[i]`` chose ``tokens[i]``."""
+    """tokens: what the model wrote. states: [len(tokens), hidden], ``states[i]`` chose ``tokens[i]``. context: where
+    the heads to be trained attend to one."""
 
     ask: Ask
     tokens: tuple[int, ...]
     states: torch.Tensor
+    context: Context | None = None
 
     @property
     def is_held_out(self) -> bool:
@@ -115,14 +137,49 @@ class AnswerStore:
             for (prompt, temperature, seed), ids, rows in zip(asks, tokens, states, strict=True)
         ]
 
+    def has_contexts(self, index: int) -> bool:
+        return self._contexts(index).exists()
+
+    def write_contexts(self, index: int, contexts: Sequence[Context]) -> None:
+        """Of every answer of a shard, in order; in half precision, like the states."""
+        tensors = {
+            name: torch.cat([getattr(context, name) for context in contexts]).to(torch.float16).contiguous()
+            for name in ("keys", "values", "prompt_states")
+        }
+        partial = self._contexts(index).with_suffix(".partial")
+        save_file(tensors, partial)
+        os.replace(partial, self._contexts(index))
+
+    def read_with_contexts(self, index: int) -> list[Answer]:
+        """Raises HeadsError for damaged files."""
+        answers = self.read(index)
+        with _opened(self._contexts(index)) as file:
+            data = {name: file.get_tensor(name) for name in ("keys", "values", "prompt_states")}
+        prompts = [len(answer.ask.prompt) for answer in answers]
+        entries = [prompt + len(answer.tokens) - 1 for prompt, answer in zip(prompts, answers, strict=True)]
+        if sum(entries) != len(data["keys"]):
+            raise HeadsError(f"{self._contexts(index)} does not belong to its answers; remove it to have it made again")
+        parts = zip(
+            data["keys"].split(entries),
+            data["values"].split(entries),
+            [torch.tensor(answer.ask.prompt) for answer in answers],
+            data["prompt_states"].split([prompt - 1 for prompt in prompts]),
+            strict=True,
+        )
+        return [
+            dataclasses.replace(answer, context=Context(*part)) for answer, part in zip(answers, parts, strict=True)
+        ]
+
+    def _contexts(self, index: int) -> Path:
+        return self.folder / f"contexts-{index:05d}.safetensors"
+
     def read_all(self) -> list[Answer]:
-        """Every answer of the leading shards, in order."""
-        answers: list[Answer] = []
-        index = 0
-        while self.has(index):
-            answers += self.read(index)
-            index += 1
-        return answers
+        """Every answer of the leading shards, in order, without contexts."""
+        return [answer for index in range(len(self)) for answer in self.read(index)]
+
+    def __len__(self) -> int:
+        """Leading shards that are there."""
+        return next(index for index in itertools.count() if not self.has(index))
 
 
 @contextmanager

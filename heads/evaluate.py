@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from heads.batch import make_batch
 from heads.config import CONFIDENCE_EDGES, Calibration
 from heads.data import Answer
 from heads.lm_head import DraftLmHead
-from heads.medusa import MedusaHeads
-from heads.train import make_batch
+from heads.loss import DraftHeads
 
 TOP = (1, 3, 5, 10)
 _CANDIDATES = 16
@@ -29,7 +29,7 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(heads: MedusaHeads, lm_head: DraftLmHead, answers: Sequence[Answer]) -> Evaluation:
+def evaluate(heads: DraftHeads, lm_head: DraftLmHead, answers: Sequence[Answer]) -> Evaluation:
     """A token outside the draft vocabulary counts as missed. Head k's calibration counts the positions at which all
     heads before it had the right token among their candidates, since only there its own candidates are verified."""
     device = lm_head.linear.weight.device
@@ -41,23 +41,22 @@ def evaluate(heads: MedusaHeads, lm_head: DraftLmHead, answers: Sequence[Answer]
     seen = torch.zeros(heads.num_heads, device=device)
     for part in _parts(answers):
         batch = make_batch(part, lm_head)
-        rows = torch.arange(len(batch.states), device=device)
-        reached = torch.ones_like(rows, dtype=torch.bool)
-        for depth, head in enumerate(heads.heads, start=1):
-            within = rows + depth < batch.ends
-            truth = batch.targets[(rows + depth).clamp_max(len(rows) - 1)]
-            probability = torch.softmax(lm_head(head(batch.states)), dim=-1)
+        reached = torch.ones(len(batch.states), dtype=torch.bool, device=device)
+        for depth, output in enumerate(heads.outputs(batch), start=1):
+            rows = batch.rows(depth)
+            truth = batch.targets[rows + depth]
+            probability = torch.softmax(heads.logits(lm_head, output, depth), dim=-1)
             top = probability.topk(min(_CANDIDATES, probability.shape[1]), dim=-1)
             matches = (top.indices == truth[:, None]) & (truth >= 0)[:, None]
             for column, count in enumerate(TOP):
-                hits[depth - 1, column] += matches[within, :count].any(dim=1).sum()
-            seen[depth - 1] += within.sum()
-            counted = within & reached
+                hits[depth - 1, column] += matches[:, :count].any(dim=1).sum()
+            seen[depth - 1] += len(rows)
+            counted = reached[rows]
             bucket = torch.bucketize(top.values[counted], edges).clamp_max(buckets - 1).flatten()
             tried[depth - 1] += torch.bincount(bucket, minlength=buckets)
             right[depth - 1] += torch.bincount(bucket, matches[counted].flatten().float(), minlength=buckets)
             confidence[depth - 1] += torch.bincount(bucket, top.values[counted].flatten(), minlength=buckets)
-            reached &= matches.any(dim=1)
+            reached[rows] &= matches.any(dim=1)
     middle = (edges + torch.cat([edges.new_zeros(1), edges[:-1]])) / 2
     assumed = torch.where(tried > 0, confidence / tried.clamp_min(1), middle)
     rates = (right + _PRIOR * assumed) / (tried + _PRIOR)

@@ -39,8 +39,8 @@ class DraftLmHead(nn.Module):
         if head.bias is not None:
             self.linear.bias.data = head.bias.detach()[self.token_ids.to(head.bias.device)].float()
         self.requires_grad_(False)
-        self._scale = head.scale
-        self._softcap = head.softcap
+        self.scale = head.scale
+        self.softcap = head.softcap
 
     @property
     def is_reduced(self) -> bool:
@@ -49,8 +49,8 @@ class DraftLmHead(nn.Module):
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.linear(states)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
         return logits

@@ -2,31 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
-from torch import nn
 
+from heads.batch import Batch
 from heads.lm_head import DraftLmHead
 
 
-def head_losses(
-    heads: nn.Module, lm_head: DraftLmHead, states: torch.Tensor, targets: torch.Tensor, ends: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Mean cross-entropy (nats) of head 1, 2, ... in turn, each with a graph of its own.
+class DraftHeads(Protocol):
+    """What is trained and evaluated: depth k, from 1, predicts the token k after the one its row's state chose."""
 
-    states: [rows, hidden] of whole answers. targets: [rows] draft-vocabulary index of the token that the state chose,
-    -1 outside it. ends: [rows] first row of the next answer. Head k at row i learns the distribution of row i + k of
-    the same answer; rows whose token lies outside the draft vocabulary teach nothing, since they cannot be drafted.
+    @property
+    def num_heads(self) -> int:
+        """How many depths there are."""
+        ...
+
+    def outputs(self, batch: Batch) -> Iterable[torch.Tensor]:
+        """Of each depth, [len(batch.rows(depth)), width]; tokens between are those of the answers."""
+        ...
+
+    def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
+        """[rows, draft vocabulary] from a depth's outputs."""
+        ...
+
+
+def learn(heads: DraftHeads, lm_head: DraftLmHead, batch: Batch, weights: Sequence[float]) -> list[float]:
+    """Adds the gradient of the weighted losses to the parameters; returns the loss (nats) of each weighted depth.
+
+    The vocabulary's logits are worked off depth by depth, so that those of one are in memory at a time.
     """
-    with torch.no_grad():
-        teacher = torch.softmax(lm_head(states), dim=-1)
-    rows = torch.arange(len(states), device=states.device)
-    for depth, head in enumerate(heads.heads, start=1):  # type: ignore[arg-type]
-        ahead = rows + depth
-        at = rows[(ahead < ends) & (targets[ahead.clamp_max(len(rows) - 1)] >= 0)]
-        if len(at) == 0:
-            yield next(head.parameters()).sum() * 0.0
-            continue
-        student = torch.log_softmax(lm_head(head(states[at])), dim=-1)
-        yield -(teacher[at + depth] * student).sum(dim=-1).mean()
+    outputs, gradients, losses = [], [], []
+    teacher = teacher_of(lm_head, batch)
+    for depth, (weight, output) in enumerate(zip(weights, heads.outputs(batch), strict=False), start=1):
+        leaf = output.detach().requires_grad_()
+        loss = depth_loss(heads, lm_head, batch, teacher, depth, leaf)
+        losses.append(float(loss.detach()))
+        if loss.requires_grad:
+            (weight * loss).backward()  # type: ignore[no-untyped-call]
+            outputs.append(output)
+            gradients.append(torch.zeros_like(leaf) if leaf.grad is None else leaf.grad)
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+    return losses
+
+
+@torch.no_grad()
+def teacher_of(lm_head: DraftLmHead, batch: Batch) -> torch.Tensor:
+    """[rows, draft vocabulary]: the distribution that each row's token was chosen from."""
+    return torch.softmax(lm_head(batch.states), dim=-1)
+
+
+def depth_loss(
+    heads: DraftHeads,
+    lm_head: DraftLmHead,
+    batch: Batch,
+    teacher: torch.Tensor,
+    depth: int,
+    output: torch.Tensor,
+) -> torch.Tensor:
+    """Mean cross-entropy (nats) of one depth, which at row i learns the distribution of row i + depth.
+
+    Rows whose token lies outside the draft vocabulary teach nothing, since they cannot be drafted.
+    """
+    rows = batch.rows(depth)
+    taught = batch.targets[rows + depth] >= 0
+    if not bool(taught.any()):
+        return output.sum() * 0.0
+    student = torch.log_softmax(heads.logits(lm_head, output[taught], depth), dim=-1)
+    return -(teacher[rows[taught] + depth] * student).sum(dim=-1).mean()

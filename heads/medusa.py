@@ -6,9 +6,17 @@ shared and frozen. W and b start at zero, so an untrained head repeats the model
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from heads.lm_head import DraftLmHead
+
+if TYPE_CHECKING:
+    from heads.batch import Batch
 
 
 class ResidualBlock(nn.Module):
@@ -27,6 +35,8 @@ class ResidualBlock(nn.Module):
 class MedusaHeads(nn.Module):
     """All heads of a model. Parameters are called ``heads.K.J.linear.*``: head K from 0, block J."""
 
+    is_recursive = False
+
     def __init__(self, hidden_size: int, num_heads: int, num_layers: int = 1) -> None:
         super().__init__()
         self.hidden_size = hidden_size
@@ -42,3 +52,12 @@ class MedusaHeads(nn.Module):
     def forward(self, states: torch.Tensor) -> torch.Tensor:
         """states: [..., hidden], after the model's last norm -> [heads, ..., hidden], what lm_head reads."""
         return torch.stack([head(states) for head in self.heads])
+
+    def outputs(self, batch: Batch) -> Iterator[torch.Tensor]:
+        """What lm_head reads, head by head: [len(batch.rows(depth)), hidden]."""
+        for depth, head in enumerate(self.heads, start=1):
+            yield head(batch.states[batch.rows(depth)])
+
+    def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
+        logits: torch.Tensor = lm_head(outputs)
+        return logits

@@ -13,17 +13,19 @@ import math
 import os
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from heads.batch import Batch, make_batch
 from heads.data import Answer
 from heads.errors import HeadsError
 from heads.lm_head import DraftLmHead
-from heads.loss import head_losses
+from heads.loss import DraftHeads, learn
 from heads.settings import TrainSettings
 
 CHECKPOINT_FILE = "checkpoint.pt"
@@ -40,14 +42,16 @@ class Progress:
     head_losses: tuple[float, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Whole answers, one after another. states: [rows, hidden] float32. targets: [rows] index into the draft
-    vocabulary, -1 outside it. ends: [rows] first row of the next answer."""
+class TrainableHeads(DraftHeads, Protocol):
+    """``DraftHeads`` that are a module. is_recursive: the same weights serve every depth."""
 
-    states: torch.Tensor
-    targets: torch.Tensor
-    ends: torch.Tensor
+    is_recursive: bool
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> Any: ...
 
 
 def batches(answers: Sequence[Answer], settings: TrainSettings) -> list[list[int]]:
@@ -70,23 +74,6 @@ def batches(answers: Sequence[Answer], settings: TrainSettings) -> list[list[int
     return steps
 
 
-def make_batch(answers: Sequence[Answer], lm_head: DraftLmHead) -> Batch:
-    ids = torch.tensor([token for answer in answers for token in answer.tokens])
-    lengths = torch.tensor([len(answer.tokens) for answer in answers])
-    device = lm_head.linear.weight.device
-    return Batch(
-        states=torch.cat([answer.states for answer in answers]).to(device, torch.float32),
-        targets=draft_indices(ids, lm_head.token_ids).to(device),
-        ends=lengths.cumsum(0).repeat_interleave(lengths).to(device),
-    )
-
-
-def draft_indices(ids: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-    """Where each id stands in the (ascending) draft vocabulary, -1 where it does not."""
-    at = torch.searchsorted(token_ids, ids).clamp_max(len(token_ids) - 1)
-    return torch.where(token_ids[at] == ids, at, -1)
-
-
 def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:
     """Linear warm-up, then a cosine to zero. step: from 0."""
     warm = max(1, round(steps * settings.warmup))
@@ -96,7 +83,7 @@ def learning_rate(step: int, steps: int, settings: TrainSettings) -> float:
 
 
 def train(
-    heads: nn.Module,
+    heads: TrainableHeads,
     lm_head: DraftLmHead,
     answers: Sequence[Answer],
     settings: TrainSettings,
@@ -115,8 +102,7 @@ def train(
         batch = make_batch([answers[index] for index in plan[step]], lm_head)
         rate = learning_rate(step, len(plan), settings)
         losses = run.step(batch, lm_head, rate)
-        weights = [settings.depth_decay**depth for depth in range(len(losses))]
-        loss = sum(weight * value for weight, value in zip(weights, losses, strict=True))
+        loss = sum(weight * value for weight, value in zip(run.weights, losses, strict=True))
         done = Progress(step + 1, len(plan), loss, tuple(losses))
         run.log(done, rate)
         if done.step % settings.checkpoint_steps == 0 or done.step == len(plan):
@@ -127,7 +113,9 @@ def train(
 class _Run:
     """Weights, optimiser and files of one training run."""
 
-    def __init__(self, heads: nn.Module, settings: TrainSettings, folder: Path, fingerprint: str) -> None:
+    def __init__(self, heads: TrainableHeads, settings: TrainSettings, folder: Path, fingerprint: str) -> None:
+        depths = min(heads.num_heads, settings.unroll) if heads.is_recursive else heads.num_heads
+        self.weights = [settings.depth_decay**depth for depth in range(depths)]
         self._heads = heads
         self._settings = settings
         self._folder = folder
@@ -161,11 +149,7 @@ class _Run:
         for group in self._optimizer.param_groups:
             group["lr"] = rate
         self._optimizer.zero_grad(set_to_none=True)
-        losses = []
-        for depth, loss in enumerate(head_losses(self._heads, lm_head, batch.states, batch.targets, batch.ends)):
-            weighted = loss * self._settings.depth_decay**depth
-            weighted.backward()  # type: ignore[no-untyped-call]  # head by head: one head's logits in memory
-            losses.append(float(loss.detach()))
+        losses = learn(self._heads, lm_head, batch, self.weights)
         nn.utils.clip_grad_norm_(self._heads.parameters(), self._settings.clip)
         self._optimizer.step()
         return losses

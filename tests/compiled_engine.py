@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from compiled_models import BLOCK, POSITIONS, library, random_model
 from tiny_engine import EOS, Answer, HostileDrafter, OracleDrafter, Sizes, collect, run
+from tiny_heads import mtp_drafter
 from torch import nn
 
 from engine.assembly import assemble
@@ -29,7 +30,7 @@ from engine.spec_decode.suffix import SuffixDrafter
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
-DRAFTERS = ("suffix", "hostile", "medusa", "all")
+DRAFTERS = ("suffix", "hostile", "medusa", "mtp", "all")
 
 
 @contextlib.contextmanager
@@ -110,8 +111,15 @@ def drafters(kind: str, family: str, truth: dict[str, Answer], seed: int) -> lis
         "suffix": [SuffixDrafter()],
         "hostile": [HostileDrafter(seed)],
         "medusa": [medusa(family, coupling=seed % 2 == 0)],
+        "mtp": [mtp_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "oracle": [oracle],
-        "all": [SuffixDrafter(), oracle, HostileDrafter(seed), medusa(family)],
+        "all": [
+            SuffixDrafter(),
+            oracle,
+            HostileDrafter(seed),
+            medusa(family),
+            mtp_drafter(random_model(family), draft_vocab=60),
+        ],
     }[kind]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,20 @@ def prompts(tmp_path: Path) -> Path:
     path = tmp_path / "prompts.txt"
     path.write_text("one\ntwo\n\nthree\n")
     return path
+
+
+@pytest.fixture
+def no_drafter_fails() -> Iterator[None]:
+    """The engine goes on without a drafter that raises, and a test of what it drafts would then show nothing."""
+    failures: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.ERROR and "drafter" in record.getMessage():
+                failures.append(record.getMessage())
+
+    listener, log = Listener(), logging.getLogger("headlong.engine")
+    log.addHandler(listener)
+    yield
+    log.removeHandler(listener)
+    assert not failures

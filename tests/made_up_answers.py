@@ -7,6 +7,9 @@ import torch
 from heads.data import Answer, Ask
 from heads.lm_head import DraftLmHead, OutputHead
 
+# Tiny matrices gain nothing from a team of threads, and lose whole time slices to it on a busy machine.
+torch.set_num_threads(1)
+
 VOCAB = 12
 HIDDEN = 16
 

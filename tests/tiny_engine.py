@@ -28,8 +28,10 @@ from engine.backend import TransformersBackend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
 from engine.core import EngineCore
 from engine.loading import LoadedModel
+from engine.model_runner import ModelRunner
 from engine.outputs import RequestOutput, TokenOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
+from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
 from engine.spec_decode.tree import ROOT, DraftTree
@@ -202,6 +204,9 @@ class ScriptedDrafter:
     needs_hidden = False
     hidden_layers: tuple[int, ...] = ()
     max_extra_rows = 0
+
+    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
+        pass
 
     def extend(self, context: DraftContext, tree: DraftTree) -> None:
         pass

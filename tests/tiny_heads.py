@@ -1,4 +1,4 @@
-"""Medusa heads for the tiny models: random ones for the laws, where any heads must do."""
+"""Heads for the tiny models: random ones for the laws, where any heads must do."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import functools
 
 import torch
 from tiny_engine import EOS, tiny_model
+from transformers import PreTrainedModel
 
 from engine.loading.heads import output_head
+from engine.loading.mtp import attach_base, new_mtp
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.path_drafter import MtpDrafter
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
+from heads.mtp import MtpModule
+from heads.settings import TrainSettings
 
 
 @functools.cache
@@ -27,3 +32,23 @@ def medusa_drafter(architecture: str, *, coupling: bool = True, draft_vocab: int
     token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
     lm_head = DraftLmHead(output_head(tiny_model(architecture)), token_ids)
     return MedusaDrafter(random_heads(), lm_head, coupling=coupling, eos_token_ids=(EOS,))
+
+
+def random_mtp(model: PreTrainedModel, depths: int = 3, seed: int = 3) -> MtpModule:
+    """Whose every weight matters."""
+    module = new_mtp(model, TrainSettings(num_heads=depths, seed=seed)).float()
+    torch.manual_seed(seed)
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=2 * parameter.shape[1] ** -0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.6, 1.4)
+    attach_base(module, model)
+    return module.eval().requires_grad_(False)
+
+
+def mtp_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: int | None = None) -> MtpDrafter:
+    """draft_vocab: as ``medusa_drafter`` takes it."""
+    token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
+    lm_head = DraftLmHead(output_head(model), token_ids)
+    return MtpDrafter(random_mtp(model), lm_head, coupling=coupling, eos_token_ids=(EOS,))

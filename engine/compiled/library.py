@@ -68,6 +68,9 @@ class Model(Structure):
         ("cosine", c_void_p),
         ("sine", c_void_p),
         ("lm_head", Matrix),
+        ("join", Matrix),
+        ("embedding_norm", c_void_p),
+        ("hidden_norm", c_void_p),
     ]
 
 
@@ -93,6 +96,7 @@ class Step(Structure):
         ("final", c_void_p),
         ("logits", c_void_p),
         ("captures", c_void_p),
+        ("previous", c_void_p),
     ]
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from engine.batch import Batch, RowSpan
+from engine.compiled.draft_block import PASS_TILES, CompiledDraftBlock, LastLayer
 from engine.compiled.library import TILE, Layer, Library, Model, Segment, Step
 from engine.compiled.weights import PackedWeights
 from engine.errors import ModelLoadError
 from engine.model_runner import ForwardResult
 from engine.spec_decode.drafter import HiddenStates
 from engine.spec_decode.tree import ROOT
+from heads.lm_head import DraftLmHead
+from heads.mtp import MtpModule
 
 Ints = npt.NDArray[np.int32]
 
@@ -28,6 +32,7 @@ class CompiledKV:
     def __init__(self, layers: int, kv_heads: int, head_dim: int, num_slots: int) -> None:
         """num_slots: a multiple of 16. Raises ModelLoadError if there is no memory for them."""
         self.num_tiles = num_slots // TILE
+        self._head_dim = head_dim
         shape = (layers, kv_heads, num_slots * head_dim)
         try:
             self.keys = np.empty(shape, dtype=np.float32)
@@ -36,6 +41,15 @@ class CompiledKV:
             raise ModelLoadError(
                 f"not enough memory for a KV cache of {num_slots} tokens; set engine.kv_cache_memory lower"
             ) from error
+
+    def read(self, layer: int, slots: npt.NDArray[np.integer[Any]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies of the entries in ``slots``: each [slots, kv_heads, head_dim]."""
+        heads = len(self.keys[layer])
+        keys = self.keys[layer].reshape(heads, self.num_tiles, self._head_dim, TILE)
+        values = self.values[layer].reshape(heads, self.num_tiles * TILE, self._head_dim)
+        # Indices on both sides of a slice come first in numpy's result.
+        found = keys[:, slots // TILE, :, slots % TILE]
+        return torch.from_numpy(found), torch.from_numpy(values[:, slots].swapaxes(0, 1).copy())
 
 
 class CompiledRunner:
@@ -51,8 +65,11 @@ class CompiledRunner:
         threads: int,
         needs_hidden: bool = False,
         hidden_layers: Sequence[int] = (),
+        passes: int = 0,
     ) -> None:
-        """block_size: a multiple of 16. Raises ModelLoadError if memory runs out."""
+        """block_size: a multiple of 16. passes: requests that a draft block may draft for at once.
+
+        Raises ModelLoadError if memory runs out."""
         sizes = weights.dimensions
         self._library = library
         self._weights = weights
@@ -60,7 +77,9 @@ class CompiledRunner:
         self._needs_hidden = needs_hidden or bool(hidden_layers)
         self._hidden_layers = tuple(hidden_layers)
         self._capture_layers = np.array(self._hidden_layers, dtype=np.int32)
-        self._kv = CompiledKV(sizes.num_layers, sizes.kv_heads, sizes.head_dim, num_slots)
+        self._pool_tiles = num_slots // TILE
+        self._kv = CompiledKV(sizes.num_layers, sizes.kv_heads, sizes.head_dim, num_slots + passes * PASS_TILES * TILE)
+        self._threads = threads
         self._logits = torch.empty(0, weights.lm_head.n)
         self._model = self._describe()
         try:
@@ -147,6 +166,23 @@ class CompiledRunner:
     def move_kv(self, source: Sequence[int], target: Sequence[int]) -> None:
         sources, targets = np.array(source, dtype=np.int32), np.array(target, dtype=np.int32)
         self._library.move(self._engine, sources.ctypes.data, targets.ctypes.data, len(sources))
+
+    def read_kv(self, layer: int, slots: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._kv.read(layer, np.array(slots))
+
+    def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> CompiledDraftBlock:
+        """A draft block over the last layer's cache. Raises ModelLoadError."""
+        last = LastLayer(
+            weights=self._weights,
+            keys=self._kv.keys[-1].ctypes.data,
+            values=self._kv.values[-1].ctypes.data,
+            num_tiles=self._kv.num_tiles,
+            first_tile=self._pool_tiles,
+            block_size=self._block_size,
+            owner=self._kv,
+        )
+        is_int8 = bool(self._weights.lm_head.is_int8)
+        return CompiledDraftBlock(self._library, last, module, lm_head, is_int8=is_int8, threads=self._threads)
 
 
 class _Paths:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from engine.attention.check import layer_shapes
 from engine.config import SpeculationConfig
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel
@@ -82,6 +83,8 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
             f"the heads in {folder} were made for a vocabulary of {config.vocab_size} tokens "
             f"({config.base_model.name}); {loaded.name} has {vocab}"
         )
+    if config.mtp is not None:
+        _require_block(config, loaded)
     if config.base_model.digest != loaded.digest:
         if config.base_model.name.lower() != loaded.name.lower():
             raise ModelLoadError(
@@ -92,6 +95,22 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
             "the heads in %s were trained on other weights of the name %s; the self-test tells whether they fit",
             folder,
             loaded.name,
+        )
+
+
+def _require_block(config: HeadsConfig, loaded: LoadedModel) -> None:
+    """Raises ModelLoadError for an MTP module that cannot read the model's last-layer KV."""
+    assert config.mtp is not None
+    if config.mtp.kv != "base":
+        raise ModelLoadError(
+            f"the MTP module for {config.base_model.name} keeps keys and values of its own, which cannot be served yet"
+        )
+    shape = layer_shapes(loaded.model)[-1]
+    found = (config.mtp.kv_heads, config.mtp.head_dim, config.mtp.head_dim)
+    if found != (shape.num_kv_heads, shape.key_dim, shape.value_dim):
+        raise ModelLoadError(
+            f"the MTP module for {config.base_model.name} reads {found[0]} KV heads of {found[1]} numbers; "
+            f"{loaded.name} has {shape.num_kv_heads} of {shape.key_dim}"
         )
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.tree import DraftTree
+
+if TYPE_CHECKING:
+    from engine.model_runner import ModelRunner
+    from engine.spec_decode.candidates import HeadCompute
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,9 @@ class DraftContext:
         asks for hidden states. extra: states of the drafter's own extra rows of the last forward.
     max_depth: limit of this proposal (token and context limits are already in it). max_nodes: how many nodes may be
         verified at most; a proposal may hold more, of which the likeliest are taken. least: a node of less survival
-        would not pay for its row; it need not be proposed.
+        would not pay for its row; it need not be proposed. token_seconds: what one more token is worth; 0 where time
+        does not matter.
+    block_ids: of the KV cache, in which all tokens but the last have their entries.
     """
 
     request_id: str
@@ -59,6 +65,8 @@ class DraftContext:
     accepted: HiddenStates | None = None
     extra: HiddenStates | None = None
     least: float = 0.0
+    token_seconds: float = 0.0
+    block_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +95,10 @@ class Drafter(Protocol):
     needs_hidden: bool
     hidden_layers: tuple[int, ...]
     max_extra_rows: int
+
+    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
+        """Called once, before any proposal, with what the engine computes on."""
+        ...
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         """One tree a context, maybe empty. Batched, so that heads run once a step."""

@@ -107,7 +107,8 @@ class Drafting:
             return
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
         least = self._pace.least_survival(batch, batch * self._limits.max_draft_tokens)
-        contexts_of = {request.request_id: self._context(request, least) for request in requests}
+        worth = self._pace.token_seconds(batch)
+        contexts_of = {request.request_id: self._context(request, least, worth) for request in requests}
         for drafter in self.drafters:
             contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
             if not contexts or not self._pace.asks(drafter.method, batch):
@@ -151,7 +152,7 @@ class Drafting:
             return []
         return [drafter for drafter in self.drafters if wish.method in ("auto", drafter.method)]
 
-    def _context(self, request: Request, least: float = 0.0) -> DraftContext:
+    def _context(self, request: Request, least: float = 0.0, token_seconds: float = 0.0) -> DraftContext:
         wish = request.source.speculation.max_draft_tokens
         limit = self._limits.max_draft_tokens
         return DraftContext(
@@ -164,4 +165,6 @@ class Drafting:
             accepted=request.accepted,
             extra=request.extra,
             least=least,
+            token_seconds=token_seconds,
+            block_ids=request.block_ids,
         )

@@ -1,42 +1,28 @@
 """The ``medusa`` drafter: heads on the accepted node's state draft a best-first tree over calibrated probabilities.
 
-At temperature 0 a head's candidates are ranked by log q. Above it they are ranked by log q + g, with g the very noise
-that the verifier will add at that position ("coupled"): where q is near the target, the same token wins on both sides,
-however flat the distribution. ``heads`` holds the model and its training.
+``heads`` holds the model and its training.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
-from engine.errors import RequestFailedError
-from engine.sampler.noise import NoiseKey
-from engine.sampler.processing import RowContext, is_greedy, needs_processing, target_row
-from engine.spec_decode.acceptance import AcceptanceTable, Buckets
-from engine.spec_decode.candidates import Candidates, HeadCompute, PlainHeadCompute, Wish
+from engine.spec_decode.acceptance import AcceptanceTable
+from engine.spec_decode.candidates import Candidates, HeadCompute
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
+from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRanking, Offer, RankedRow, offer_of
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.best_first import best_tree
-from heads.config import CONFIDENCE_EDGES, Calibration
+from heads.config import Calibration
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
-log = logging.getLogger("headlong.engine")
-
-MIN_SURVIVAL = 0.01
-_PRIOR_WEIGHT = 30.0
-_DECAY = 0.99
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer(Candidates):
-    """rates: how often each is right where its parent is, as calibrated; best first."""
-
-    rates: list[float]
+if TYPE_CHECKING:
+    from engine.model_runner import ModelRunner
 
 
 @dataclass(slots=True)
@@ -45,7 +31,7 @@ class _RequestState:
     candidate that was proposed."""
 
     tables: list[AcceptanceTable]
-    offers: list[_Offer] = field(default_factory=list)
+    offers: list[Offer] = field(default_factory=list)
     asked: list[dict[int, float]] = field(default_factory=list)
 
 
@@ -68,17 +54,13 @@ class MedusaDrafter:
     ) -> None:
         self._heads = heads
         self._lm_head = lm_head
-        self._token_ids = lm_head.token_ids.numpy()
-        self._coupling = coupling
-        self._eos = eos_token_ids
+        self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)
+        self._calibrations = Calibrations(heads.num_heads, calibration)
         self._requests: dict[str, _RequestState] = {}
-        self._compute: HeadCompute = PlainHeadCompute()
-        # Greedy and sampled drafts are ranked by different scores, so they are calibrated apart.
-        self._tables = {greedy: _tables(heads.num_heads, calibration) for greedy in (True, False)}
 
-    def compute_with(self, compute: HeadCompute) -> None:
+    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
         """Packs the heads: afterwards they cannot be trained or saved any more."""
-        self._compute = compute
+        self._ranking.compute = compute
         compute.pack(self._heads)
         compute.pack(self._lm_head)
 
@@ -97,29 +79,20 @@ class MedusaDrafter:
         """Of each context and depth, from one pass of the heads for all of them."""
         states = torch.stack([context.accepted.final for context in contexts if context.accepted is not None])
         logits: torch.Tensor = self._lm_head(self._heads(states.float())).transpose(0, 1).float().cpu().contiguous()
-        wishes: list[Wish] = []
-        for row, context in zip(logits, contexts, strict=True):
-            sampling, first = context.sampling, len(context.token_ids)
-            is_plain = is_greedy(sampling)
-            if needs_processing(sampling):
-                row.copy_(self._processed(context, row))
-            elif not is_plain:
-                row.div_(sampling.temperature)
-            for depth in range(len(row)):
-                is_noisy = self._coupling and not is_plain
-                key = NoiseKey(sampling.seed, first + depth) if is_noisy else None
-                wishes.append(Wish(context.max_nodes if depth < context.max_depth else 0, key))
-        found = self._compute.candidates(logits.flatten(0, 1), self._token_ids, wishes)
+        # The tokens between the root and a deeper candidate are not known to the heads, so the path is left out.
+        rows = [
+            RankedRow(context, depth, context.max_nodes if depth <= context.max_depth else 0)
+            for context in contexts
+            for depth in range(1, logits.shape[1] + 1)
+        ]
+        found = self._ranking.candidates(logits.flatten(0, 1), rows)
         depths = logits.shape[1]
         return [found[at : at + depths] for at in range(0, len(found), depths)]
 
     def _grow(self, context: DraftContext, candidates: Sequence[Candidates]) -> DraftTree:
         state = self._state(context)
         depths = min(len(candidates), context.max_depth)
-        state.offers = [
-            _by_rate(found, table.rates(found.confidences))
-            for found, table in zip(candidates[:depths], state.tables, strict=False)
-        ]
+        state.offers = [offer_of(found, table) for found, table in zip(candidates[:depths], state.tables, strict=False)]
         tree = DraftTree()
         state.asked = [{} for _ in range(depths)]
         least = max(MIN_SURVIVAL, context.least)
@@ -154,25 +127,9 @@ class MedusaDrafter:
     def _state(self, context: DraftContext) -> _RequestState:
         state = self._requests.get(context.request_id)
         if state is None:
-            shared_tables = self._tables[is_greedy(context.sampling)]
-            state = _RequestState([shared.child() for shared in shared_tables])
+            state = _RequestState(self._calibrations.of_request(context.sampling))
             self._requests[context.request_id] = state
         return state
-
-    def _processed(self, context: DraftContext, logits: torch.Tensor) -> torch.Tensor:
-        """Bias, penalties, bans, temperature and filters, by the function that makes the target's rows.
-
-        The tokens between the root and a deeper candidate are not known to the heads, so the path is left out.
-        """
-        rows = RowContext(context.sampling, context.token_ids, context.prompt_length, self._eos)
-        whole = torch.full((len(logits), self._lm_head.vocab_size), -torch.inf)
-        whole[:, self._lm_head.token_ids] = logits
-        for row in whole:
-            try:
-                target_row(row, rows)
-            except RequestFailedError:  # the draft vocabulary holds nothing the request allows
-                row[self._lm_head.token_ids] = 0.0
-        return whole[:, self._lm_head.token_ids]
 
     def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
         return None
@@ -189,23 +146,3 @@ class MedusaDrafter:
 
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
-
-
-def _tables(num_heads: int, calibration: Calibration | None) -> list[AcceptanceTable]:
-    """One table a depth, resting on what was measured after training, else on the heads' word."""
-    if calibration is None:
-        rates: Sequence[tuple[float, ...]] = [CONFIDENCE_EDGES] * num_heads
-        edges: tuple[float, ...] = CONFIDENCE_EDGES
-    else:
-        rates, edges = calibration.rates, calibration.edges
-    return [AcceptanceTable(Buckets(edges, depth, _PRIOR_WEIGHT, _DECAY)) for depth in rates]
-
-
-def _by_rate(found: Candidates, rates: list[float]) -> _Offer:
-    """Best calibrated rate first; buckets may disagree with the heads' own order."""
-    order = sorted(range(len(rates)), key=lambda rank: -rates[rank])
-    return _Offer(
-        [found.tokens[rank] for rank in order],
-        [found.confidences[rank] for rank in order],
-        [rates[rank] for rank in order],
-    )

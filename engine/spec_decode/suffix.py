@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from engine.spec_decode.acceptance import AcceptanceTable, Buckets
 from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
 from engine.spec_decode.tree import ROOT, DraftTree
+
+if TYPE_CHECKING:
+    from engine.model_runner import ModelRunner
+    from engine.spec_decode.candidates import HeadCompute
 
 MAX_GRAM = 3
 MAX_MATCH = 32  # longer matches say no more about what follows
@@ -136,6 +141,9 @@ class SuffixDrafter:
     def __init__(self) -> None:
         self._requests: dict[str, _RequestState] = {}
         self._acceptance = AcceptanceTable(_BUCKETS)
+
+    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
+        """Nothing: it computes with the text alone."""
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         return [self._propose(context) for context in contexts]

@@ -6,6 +6,7 @@ The root is the last committed token and is not stored; node i hangs under ``par
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -71,7 +72,12 @@ class DraftTree:
         return path[::-1]
 
     def cutoff(self, max_nodes: int, least: float) -> float:
-        """The survival that a further node must exceed to be among the ``max_nodes`` likeliest; at least ``least``."""
+        """The survival that a further node must exceed to be among the ``max_nodes`` likeliest; at least ``least``.
+
+        Where no node is allowed, none is likely enough.
+        """
+        if max_nodes == 0:
+            return math.inf
         if len(self) < max_nodes:
             return least
         return max(least, sorted(self.survival, reverse=True)[max_nodes - 1])

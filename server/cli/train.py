@@ -36,7 +36,7 @@ def train(
     model: Annotated[
         str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Kind of heads.  \\[default: medusa]")] = None,
+    method: Annotated[str | None, typer.Option(help="Kind of heads: medusa or mtp.  \\[default: medusa]")] = None,
     prompts: Annotated[
         str | None, typer.Option(help="Prompts, JSON lines or text; default: the built-in recipe.", metavar="FILE")
     ] = None,
@@ -72,7 +72,8 @@ def _train(settings: TrainConfig, out: Path) -> TrainReport:
     model, engine, training = settings.to_engine_settings()
     material = functools.partial(make_material, prompts)
     with Bars() as bars:
-        job = TrainJob(model, out, material, engine, training, run=_run(settings, prompts))
+        run = _run(settings, prompts)
+        job = TrainJob(model, out, material, engine, training, run, settings.method)
         return train_heads(job, bars)
 
 

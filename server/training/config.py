@@ -47,6 +47,7 @@ class TrainingSection(Section):
 
     num_heads: Annotated[int, Field(ge=1, le=16)] = _TRAINING.num_heads
     num_layers: Annotated[int, Field(ge=1, le=8)] = _TRAINING.num_layers
+    unroll: Annotated[int, Field(ge=1, le=16)] = _TRAINING.unroll
     draft_vocab: Annotated[int, Field(ge=0)] = _TRAINING.draft_vocab
     epochs: Count = _TRAINING.epochs
     batch_tokens: Count = _TRAINING.batch_tokens
@@ -62,7 +63,7 @@ class TrainingSection(Section):
 class TrainConfig(Section):
     """Everything a training run is told."""
 
-    method: Literal["medusa"] = "medusa"
+    method: Literal["medusa", "mtp"] = "medusa"
     model: ModelSection = ModelSection()
     engine: MachineSection = MachineSection()
     prompts: PromptSection = PromptSection()

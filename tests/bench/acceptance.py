@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from engine.assembly import assemble, make_drafters  # noqa: E402
+from engine.assembly import HEAD_METHODS, assemble, make_drafters  # noqa: E402
 from engine.backend import choose_backend  # noqa: E402
 from engine.config import DEFAULT_MODEL, EngineConfig, EngineSettings, ModelConfig, SpeculationConfig  # noqa: E402
 from engine.draft_test import Acceptance, measure_acceptance  # noqa: E402
@@ -57,10 +57,12 @@ def main() -> None:
         (names, temperature, coupling)
         for temperature in options.temperatures
         for names in (tuple(text.split(",")) for text in options.drafters)
-        for coupling in ((True, False) if temperature and "medusa" in names else (True,))
+        for coupling in ((True, False) if temperature and set(names) & set(HEAD_METHODS) else (True,))
     ]
     settings = [
-        dataclasses.replace(base, drafters=names, heads=base.heads if "medusa" in names else None, coupling=coupling)
+        dataclasses.replace(
+            base, drafters=names, heads=base.heads if set(names) & set(HEAD_METHODS) else None, coupling=coupling
+        )
         for names, _, coupling in rows
     ]
     made = [make_drafters(one, loaded) for one in settings]

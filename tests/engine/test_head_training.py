@@ -22,6 +22,7 @@ from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
 from engine.head_training import WORK, Material, TrainJob, TrainReport, draft_vocab, train_heads
 from heads.checkpoint import WEIGHTS_FILE, load_heads
 from heads.data import Answer, AnswerStore, Ask, held_out
+from heads.mtp import MtpModule
 from heads.settings import AnswerSettings, TrainSettings
 from heads.train import CHECKPOINT_FILE
 
@@ -221,3 +222,25 @@ def test_a_draft_vocabulary_holds_what_it_must_then_what_is_frequent() -> None:
     assert cut.tolist() == [2, 50]
     assert draft_vocab([answer], [50], 0, VOCAB) is None
     assert draft_vocab([answer], [50], VOCAB, VOCAB) is None
+
+
+def test_an_mtp_module_is_trained_on_what_the_model_knew_of_the_text(model: Path, tmp_path: Path) -> None:
+    """From the same answers; it goes on after a kill between the stages, and drafts in an engine afterwards."""
+    watched = Watched()
+    mtp = changed(dataclasses.replace(job(model, tmp_path / "mtp"), method="mtp"), unroll=2, num_heads=3)
+    report = train_heads(mtp, watched)
+    found = load_heads(tmp_path / "mtp")
+    assert isinstance(found.heads, MtpModule)
+    assert found.config.method == "mtp"
+    assert found.config.mtp is not None
+    assert (found.config.mtp.kv, found.config.num_heads) == ("base", 3)
+    assert len(report.accuracy) == 3
+    assert report.acceptance_length >= 1.0
+    assert watched.stages["contexts"][-1] == (4, 4)
+    (tmp_path / "mtp" / WORK / "answers" / "contexts-00001.safetensors").unlink()
+    train_heads(mtp, Watched())
+    again = load_heads(tmp_path / "mtp").heads.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in found.heads.state_dict().items())
+    (tmp_path / "mtp" / WORK / "answers" / "contexts-00001.safetensors").write_bytes(b"cut off")
+    with pytest.raises(HeadTrainingError, match=r"contexts-00001.safetensors is damaged"):
+        train_heads(mtp, Watched())

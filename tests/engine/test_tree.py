@@ -68,3 +68,12 @@ def test_counts_by_method_and_position() -> None:
     tree.add(2, ROOT, 0.5, "b")
     tree.add(3, node, 0.4, "b")
     assert tree.count_by_depth() == {"a": (1,), "b": (1, 1)}
+
+
+def test_what_a_further_node_must_exceed() -> None:
+    tree = DraftTree()
+    for token, survival in ((1, 0.9), (2, 0.5), (3, 0.2)):
+        tree.add(token, ROOT, survival, "a")
+    assert [tree.cutoff(nodes, 0.3) for nodes in (1, 2, 3, 4)] == [0.9, 0.5, 0.3, 0.3]
+    assert tree.cutoff(0, 0.3) > 1.0, "no node is allowed"
+    assert DraftTree().cutoff(2, 0.3) == 0.3

@@ -107,7 +107,7 @@ NAME = "heads.0.0.linear.weight"
         (write("config.json", "{"), "is not JSON"),
         (write("config.json", "[]"), "does not describe headlong's heads"),
         (edit(format="other"), "format: 'headlong' was expected"),
-        (edit(method="eagle"), "'eagle'; medusa is the one there is"),
+        (edit(method="eagle"), "'eagle'; known are medusa and mtp"),
         (edit(num_heads="two"), "num_heads: 'two' is not of type"),
         (edit(num_heads=0), "num_heads: 0 is less than"),
         (edit(draft_vocab="../other.json"), "draft_vocab"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from heads.config import BaseModel, Calibration, HeadsConfig
+from heads.config import BaseModel, Calibration, HeadsConfig, MtpSizes
 from heads.errors import HeadsError
 
 MINIMAL: dict[str, Any] = {
@@ -35,6 +35,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, config.to_json()) == config
     plain = HeadsConfig("medusa", 2, 8, 20, BaseModel("tiny", "d"))
     assert read(tmp_path, plain.to_json()) == plain
+    sizes = MtpSizes("base", 48, 4, 2, 8, 1e-6)
+    mtp = HeadsConfig("mtp", 5, 8, 20, BaseModel("tiny", "d"), mtp=sizes)
+    assert read(tmp_path, mtp.to_json()) == mtp
 
 
 def test_keys_that_may_be_left_out(tmp_path: Path) -> None:

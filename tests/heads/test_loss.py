@@ -9,11 +9,11 @@ import pytest
 import torch
 from made_up_answers import HIDDEN, VOCAB, cyclic_answer, lm_head
 
+from heads.batch import Batch, draft_indices, make_batch
 from heads.data import Answer, Ask
 from heads.lm_head import DraftLmHead, OutputHead
-from heads.loss import head_losses
+from heads.loss import depth_loss, learn, teacher_of
 from heads.medusa import MedusaHeads
-from heads.train import Batch, draft_indices, make_batch
 
 
 def random_answers() -> list[Answer]:
@@ -41,8 +41,18 @@ def random_lm_head(token_ids: list[int] | None) -> DraftLmHead:
     return DraftLmHead(head, None if token_ids is None else torch.tensor(token_ids))
 
 
-def losses_of(heads: torch.nn.Module, shared: DraftLmHead, batch: Batch) -> list[torch.Tensor]:
-    return list(head_losses(heads, shared, batch.states, batch.targets, batch.ends))
+def losses_of(heads: MedusaHeads, shared: DraftLmHead, batch: Batch) -> list[torch.Tensor]:
+    teacher = teacher_of(shared, batch)
+    return [
+        depth_loss(heads, shared, batch, teacher, depth, output)
+        for depth, output in enumerate(heads.outputs(batch), start=1)
+    ]
+
+
+def heads_of(*parts: torch.nn.Module) -> MedusaHeads:
+    heads = MedusaHeads(HIDDEN, len(parts))
+    heads.heads = torch.nn.ModuleList(parts)
+    return heads
 
 
 def written_out(answers: list[Answer], heads: MedusaHeads, shared: DraftLmHead) -> Iterator[float]:
@@ -78,9 +88,7 @@ def test_no_answer_teaches_beyond_its_end() -> None:
             seen.append(len(states))
             return states
 
-    heads = torch.nn.Module()
-    heads.heads = torch.nn.ModuleList([Spy(), Spy()])
-    assert all(loss > 0 for loss in losses_of(heads, lm_head(), batch))
+    assert all(loss > 0 for loss in losses_of(heads_of(Spy(), Spy()), lm_head(), batch))
     assert seen == [3, 1]
 
 
@@ -93,9 +101,7 @@ def test_the_least_loss_is_the_entropy_of_the_models_own_distribution() -> None:
         def forward(self, given: torch.Tensor) -> torch.Tensor:
             return states[1:]
 
-    heads = torch.nn.Module()
-    heads.heads = torch.nn.ModuleList([Foresight()])
-    (loss,) = losses_of(heads, lm_head(), batch)
+    (loss,) = losses_of(heads_of(Foresight()), lm_head(), batch)
     teacher = torch.softmax(lm_head()(states[1:]), dim=-1)
     assert float(loss) == pytest.approx(float(-(teacher * teacher.log()).sum(-1).mean()), rel=1e-5)
 
@@ -120,3 +126,16 @@ def test_tokens_outside_the_draft_vocabulary_are_no_targets() -> None:
     assert draft_indices(torch.tensor([2, 3, 9, 11]), torch.tensor([2, 9, 10])).tolist() == [0, -1, 1, -1]
     batch = make_batch([cyclic_answer(0, length=4)], lm_head([0, 5]))
     assert batch.targets.tolist() == [0, 1, -1, -1]
+
+
+def test_the_gradient_is_that_of_the_weighted_sum() -> None:
+    """``learn`` works the vocabulary off depth by depth, which must not change what is learned."""
+    answers, shared = random_answers(), random_lm_head([0, 2, 3, 5, 8, 11])
+    batch, weights = make_batch(answers, shared), (1.0, 0.8, 0.64)
+    told, whole = random_heads(3), random_heads(3)
+    losses = learn(told, shared, batch, weights)
+    expected = losses_of(whole, shared, batch)
+    assert losses == pytest.approx([float(loss.detach()) for loss in expected], rel=1e-5)
+    sum(weight * loss for weight, loss in zip(weights, expected, strict=True)).backward()
+    for found, wanted in zip(told.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-4, atol=1e-6)

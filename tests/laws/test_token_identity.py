@@ -21,13 +21,16 @@ from tiny_engine import (
     request,
     run,
     tiny_core,
+    tiny_model,
 )
-from tiny_heads import medusa_drafter
+from tiny_heads import medusa_drafter, mtp_drafter
 
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.suffix import SuffixDrafter
 
-KINDS = ["suffix", "oracle", "hostile", "merged", "medusa", "medusa_suffix", "medusa_hostile"]
+pytestmark = pytest.mark.usefixtures("no_drafter_fails")
+
+KINDS = ["suffix", "oracle", "hostile", "merged", "medusa", "medusa_suffix", "medusa_hostile", "mtp", "mtp_hostile"]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "plain": SamplingParams(temperature=1.0),
@@ -94,6 +97,10 @@ def drafters_for(kind: str, truth: dict[str, Answer], seed: int, architecture: s
         medusa = medusa_drafter(architecture, coupling=seed % 2 == 0, draft_vocab=None if seed % 3 else 40)
         others = {"medusa": [], "medusa_suffix": [SuffixDrafter()], "medusa_hostile": [HostileDrafter(seed)]}
         return [*others[kind], medusa]
+    if kind.startswith("mtp"):
+        vocab = None if seed % 3 else 40
+        mtp = mtp_drafter(tiny_model(architecture), coupling=seed % 2 == 0, draft_vocab=vocab)
+        return [mtp] if kind == "mtp" else [HostileDrafter(seed), mtp]
     oracle = OracleDrafter({name: answer.ids for name, answer in truth.items()}, seed)
     return {
         "suffix": [SuffixDrafter()],

@@ -25,12 +25,15 @@ struct HeadlongLayer {
   int32_t window;
 };
 
+// join: of an MTP module alone, [hidden, 2 hidden], makes its input of a normed embedding and the normed state of the
+// depth before; else its data is null.
 struct HeadlongModel {
   int32_t hidden, intermediate, heads, kv_heads, head_dim, num_layers, num_tiles;
   float eps, attention_scale;
   const HeadlongLayer* layers;
   const float *final_norm, *cosine, *sine;  // cosine, sine: [positions, head_dim / 2]
-  Matrix lm_head;
+  Matrix lm_head, join;
+  const float *embedding_norm, *hidden_norm;
 };
 
 // One request's rows [first_row, first_row + num_rows) and the tiles of its KV entries.
@@ -42,7 +45,7 @@ struct HeadlongSegment {
 
 // states: [rows, hidden], the embeddings on entry, overwritten. prefix, path_start, path: what each row sees (View).
 // final: [rows, hidden] after the last norm. logits: [kept, vocabulary]. captures[i]: [rows, hidden] receives the output
-// of layer capture_layers[i].
+// of layer capture_layers[i]. previous: [rows, hidden], the states that an MTP module joins with the embeddings.
 struct HeadlongStep {
   int32_t rows, segments, kept, num_captures;
   float* states;
@@ -51,6 +54,7 @@ struct HeadlongStep {
   const int32_t *prefix, *path_start, *path, *kept_rows, *capture_layers;
   float *final, *logits;
   float* const* captures;
+  const float* previous;
 };
 
 }  // extern "C"
@@ -68,7 +72,7 @@ struct Engine {
       : model(model),
         kernels(kernels),
         pool(threads),
-        counters((model.num_layers * 5 + 1) * threads),
+        counters((model.num_layers * 5 + 2) * threads),
         scores(threads) {}
 
   HeadlongModel model;
@@ -76,7 +80,7 @@ struct Engine {
   Pool pool;
   std::vector<Counter> counters;
   std::vector<Scratch> scores;
-  Scratch inputs, scales, normed, qkv, mixed, gated;
+  Scratch inputs, scales, normed, qkv, mixed, gated, joined;
 };
 
 struct Task {
@@ -88,7 +92,7 @@ class Step {
   Step(Engine& engine, const HeadlongStep& step)
       : e_(engine), m_(engine.model), k_(*engine.kernels), s_(step), groups_(m_.heads / m_.kv_heads) {
     const size_t rows = std::max(s_.rows, s_.kept);
-    const size_t widest = std::max({m_.hidden, m_.intermediate, m_.heads * m_.head_dim});
+    const size_t widest = std::max({m_.hidden, m_.intermediate, m_.heads * m_.head_dim, m_.join.data ? m_.join.k : 0});
     rows_.data = e_.inputs.bytes(rows * widest * sizeof(float));
     rows_.scale = e_.scales.floats(rows);
     rows_.count = s_.rows;
@@ -97,6 +101,7 @@ class Step {
     qkv_ = e_.qkv.floats(rows * qkv_width_);
     mixed_ = e_.mixed.floats(rows * m_.heads * m_.head_dim);
     gated_ = e_.gated.floats(rows * m_.intermediate);
+    if (m_.join.data) joined_ = e_.joined.floats((size_t)s_.rows * m_.join.k);
     plan_attention();
     // Here, where running out of memory is an error of this call, not in a thread, where it would be the end.
     for (auto& scratch : e_.scores) scratch.floats((size_t)kQueries * score_stride_);
@@ -104,6 +109,7 @@ class Step {
   }
 
   void thread(int t) {
+    if (m_.join.data) run_join(t);
     for (int layer = 0; layer < m_.num_layers; layer++) {
       run_layer(t, layer);
       for (int i = 0; i < s_.num_captures; i++)
@@ -160,6 +166,21 @@ class Step {
     const size_t first = first_panel + first_of(t, total);
     const char* at = (const char*)matrix.data + first * panel_bytes(matrix.k, matrix.is_int8);
     for (int i = 0; i < kWarmBytes; i += 64) __builtin_prefetch(at + i);
+  }
+
+  // The input of an MTP module, in place of the embeddings.
+  void run_join(int t) {
+    each_row(t, s_.rows, [&](int r) {
+      float* row = joined_ + (size_t)r * m_.join.k;
+      k_.norm(s_.states + at(r), m_.embedding_norm, m_.eps, m_.hidden, row);
+      k_.norm(s_.previous + at(r), m_.hidden_norm, m_.eps, m_.hidden, row + m_.hidden);
+      k_.prepare(m_.join, row, r, rows_);
+    });
+    warm(t, m_.join, 0, panels(m_.hidden));
+    e_.pool.barrier();
+    share(t, m_.num_layers * 5 + 1, panels(m_.hidden),
+          [&](int begin, int end) { k_.linear(m_.join, rows_, begin, end, s_.states, m_.hidden, false); });
+    e_.pool.barrier();
   }
 
   void run_layer(int t, int index) {
@@ -271,7 +292,7 @@ class Step {
   const HeadlongStep& s_;
   const int groups_;
   Rows rows_;
-  float *normed_, *qkv_, *mixed_, *gated_;
+  float *normed_, *qkv_, *mixed_, *gated_, *joined_ = nullptr;
   int32_t qkv_width_, score_stride_ = 0;
   std::vector<Task> tasks_;
 };

@@ -23,6 +23,8 @@ from tiny_engine import EOS, VOCAB, Answer, Sizes, assert_all_free, collect, req
 
 from engine.sampling_params import EngineRequest, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("no_drafter_fails")
+
 GREEDY = SamplingParams(temperature=0.0)
 SAMPLINGS = {
     "greedy": GREEDY,
