@@ -6,17 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import jsonschema
 from jsonschema.validators import extend
 
 from heads.errors import HeadsError
+from heads.settings import KvSource
 
 FORMAT = "headlong"
 HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
 CONFIG_FILE = "config.json"
-KvSource = Literal["base", "own"]
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
 
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 1 << 24}

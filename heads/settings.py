@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from heads.config import KvSource
+KvSource = Literal["base", "own"]
 
 
 @dataclass(frozen=True, slots=True)

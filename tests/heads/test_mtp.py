@@ -11,11 +11,11 @@ import torch
 from made_up_answers import HIDDEN, VOCAB, lm_head
 
 from heads.batch import make_batch
-from heads.config import KvSource, MtpSizes
+from heads.config import MtpSizes
 from heads.data import Answer, Ask, Context
 from heads.evaluate import evaluate
 from heads.mtp import MtpModule, Rotation, attend, start
-from heads.settings import TrainSettings
+from heads.settings import KvSource, TrainSettings
 from heads.train import train
 
 KV_HEADS, HEAD_DIM = 2, 4
