@@ -6,6 +6,8 @@ name. Then the model's eager attention and ours are compared on the same tokens,
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +58,17 @@ class _Recording:
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 
+@contextlib.contextmanager
+def _attending(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Within, the model attends by another implementation; a question about a model changes nothing of it."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 @torch.inference_mode()
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """What each layer stores for a token, learned from one forward pass.
@@ -65,9 +78,9 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """
     recording = _Recording()
     AttentionInterface.register(_RECORDER, recording.attend)
-    model.set_attn_implementation(_RECORDER)
     any_model: Any = model
-    any_model(input_ids=_tokens(model, 4)[None], use_cache=False)
+    with _attending(model, _RECORDER):
+        any_model(input_ids=_tokens(model, 4)[None], use_cache=False)
     config = model.config.get_text_config()
     name = type(model).__name__
     missing = [layer for layer in range(config.num_hidden_layers) if layer not in recording.shapes]
@@ -90,9 +103,9 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
 @torch.inference_mode()
 def eager_logits(model: PreTrainedModel) -> torch.Tensor:
     """[CHECK_TOKENS, vocab]: the architecture's eager attention on ``check_tokens``."""
-    model.set_attn_implementation("eager")
     any_model: Any = model
-    logits: torch.Tensor = any_model(input_ids=_tokens(model, CHECK_TOKENS)[None], use_cache=False).logits[0]
+    with _attending(model, "eager"):
+        logits: torch.Tensor = any_model(input_ids=_tokens(model, CHECK_TOKENS)[None], use_cache=False).logits[0]
     return logits
 
 

@@ -119,6 +119,15 @@ def test_recurrent_layers_are_refused() -> None:
         layer_shapes(random_model(config))
 
 
+def test_asking_what_layers_store_leaves_the_model_as_it_was() -> None:
+    model = random_model(tiny_config("qwen3"))
+    tokens = torch.arange(1, 9)[None]
+    with torch.inference_mode():
+        before = model(input_ids=tokens).logits
+        layer_shapes(model)
+        assert torch.equal(model(input_ids=tokens).logits, before)
+
+
 def test_an_unknown_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model(tiny_config("llama"))
     inner = model.model.layers[1].self_attn.forward
