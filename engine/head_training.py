@@ -31,14 +31,14 @@ from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_ask
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
 from engine.loading import LoadedModel, load_model
-from engine.loading.heads import output_head
+from engine.loading.heads import output_head, require_fitting
 from engine.loading.mtp import attach_base, new_mtp
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
-from heads.checkpoint import DRAFT_VOCAB_FILE, save_heads
+from heads.checkpoint import DRAFT_VOCAB_FILE, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
 from heads.errors import HeadsError
@@ -79,8 +79,9 @@ class Watch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """material: makes the prompts from the model's folder, where its tokenizer lies. method: "medusa" or "mtp". run:
-    facts for run.yaml."""
+    """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml. method:
+    "medusa" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further, whose
+    sizes go before those of the settings."""
 
     model: ModelConfig
     folder: Path
@@ -88,7 +89,8 @@ class TrainJob:
     engine: EngineConfig = field(default_factory=EngineConfig)
     settings: TrainingConfig = field(default_factory=TrainingConfig)
     run: Mapping[str, Any] = field(default_factory=dict)
-    method: str = MedusaDrafter.method
+    method: str | None = None
+    start_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +121,7 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
+    job = _sized_as_start(job)
     backend, head, heads = _load(job, watch)
     loaded = backend.loaded
     material = job.material(loaded.path)
@@ -162,16 +165,35 @@ def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
     head = output_head(loaded.model)
     # Packing frees the plain weights of an untied lm_head; training still reads them.
     head = dataclasses.replace(head, weight=head.weight.detach().clone())
-    settings = job.settings.training
-    heads: Heads
-    if job.method == MTP:
-        heads = new_mtp(loaded.model, settings)
-    else:
-        heads = MedusaHeads(head.weight.shape[1], settings.num_heads, settings.num_layers).to(device)
+    heads = _first_heads(job, loaded).to(device)
     backend = choose_backend(loaded, job.model.quantization, job.engine, watch.line)
     if isinstance(heads, MtpModule):
         attach_base(heads, loaded.model)
     return backend, head, heads
+
+
+def _sized_as_start(job: TrainJob) -> TrainJob:
+    """The job with the method and the sizes of the heads it starts from."""
+    if job.start_from is None:
+        return dataclasses.replace(job, method=job.method or MedusaDrafter.method)
+    found = HeadsConfig.read(job.start_from)
+    if job.method not in (None, found.method):
+        raise HeadTrainingError(f"{job.start_from} holds heads of the method {found.method}, not {job.method}")
+    sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
+    settings = dataclasses.replace(job.settings, training=sizes)
+    return dataclasses.replace(job, method=found.method, settings=settings)
+
+
+def _first_heads(job: TrainJob, loaded: LoadedModel) -> Heads:
+    """What training starts with."""
+    if job.start_from is not None:
+        found = load_heads(job.start_from)
+        require_fitting(found, loaded)
+        return found.heads.train().requires_grad_(True)
+    settings = job.settings.training
+    if job.method == MTP:
+        return new_mtp(loaded.model, settings)
+    return MedusaHeads(output_head(loaded.model).weight.shape[1], settings.num_heads, settings.num_layers)
 
 
 def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
@@ -283,7 +305,7 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     loaded, heads = result.backend.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
-        method=job.method,
+        method=MTP if isinstance(heads, MtpModule) else MedusaDrafter.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
@@ -320,6 +342,7 @@ def _run_yaml(job: TrainJob, result: _Result, tau: float) -> str:
     """How these heads were made, for whoever wants to make them again."""
     facts = {
         **job.run,
+        "method": job.method,
         "model": {"path": job.model.path, "name": result.backend.loaded.name, "digest": result.backend.loaded.digest},
         "computed": {"runner": result.backend.name, "quantization": result.backend.quantization},
         "answers": dataclasses.asdict(job.settings.answers),

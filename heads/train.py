@@ -97,7 +97,7 @@ def train(
     plan = batches(answers, settings)
     if not plan:
         raise HeadsError("there are no answers to train on")
-    run = _Run(heads, settings, folder, _fingerprint(answers, lm_head, settings))
+    run = _Run(heads, settings, folder, _fingerprint(heads, answers, lm_head, settings))
     for step in range(run.resume(), len(plan)):
         batch = make_batch([answers[index] for index in plan[step]], lm_head)
         rate = learning_rate(step, len(plan), settings)
@@ -190,9 +190,14 @@ class _Run:
             path.write_text("".join(kept))
 
 
-def _fingerprint(answers: Sequence[Answer], lm_head: DraftLmHead, settings: TrainSettings) -> str:
-    """What a checkpoint depends on."""
+def _fingerprint(
+    heads: TrainableHeads, answers: Sequence[Answer], lm_head: DraftLmHead, settings: TrainSettings
+) -> str:
+    """What a checkpoint depends on. heads: as they are before the first step."""
     digest = hashlib.sha256(json.dumps(dataclasses.asdict(settings), sort_keys=True).encode())
+    for name, tensor in heads.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
     digest.update(lm_head.token_ids.numpy().tobytes())
     for answer in answers:
         digest.update(f"{answer.ask.seed} {answer.tokens}\n".encode())

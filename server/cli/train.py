@@ -36,7 +36,12 @@ def train(
     model: Annotated[
         str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
     ] = None,
-    method: Annotated[str | None, typer.Option(help="Kind of heads: medusa or mtp.  \\[default: medusa]")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Kind of heads: medusa or mtp.  \\[default: that of --from, or medusa]")
+    ] = None,
+    start_from: Annotated[
+        str | None, typer.Option("--from", help="Heads to train further instead of new ones.", metavar="DIR")
+    ] = None,
     prompts: Annotated[
         str | None, typer.Option(help="Prompts, JSON lines or text; default: the built-in recipe.", metavar="FILE")
     ] = None,
@@ -47,7 +52,13 @@ def train(
     ] = None,
 ) -> None:
     """Train draft heads for a model; started again after a kill, it goes on where it stood."""
-    flags = {"model.path": model, "method": method, "prompts.file": prompts, "answers.tokens": tokens}
+    flags = {
+        "model.path": model,
+        "method": method,
+        "start_from": start_from,
+        "prompts.file": prompts,
+        "answers.tokens": tokens,
+    }
     try:
         settings = load_settings(TrainConfig, config, overrides or (), flags)
         report = _train(settings, out)
@@ -73,7 +84,8 @@ def _train(settings: TrainConfig, out: Path) -> TrainReport:
     material = functools.partial(make_material, prompts)
     with Bars() as bars:
         run = _run(settings, prompts)
-        job = TrainJob(model, out, material, engine, training, run, settings.method)
+        start = None if settings.start_from is None else Path(settings.start_from).expanduser()
+        job = TrainJob(model, out, material, engine, training, run, settings.method, start)
         return train_heads(job, bars)
 
 
@@ -84,7 +96,7 @@ def _run(settings: TrainConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
         "command": ["headlong", *sys.argv[1:]],
         "headlong": VERSION,
         "git_commit": _git_commit(),
-        "method": settings.method,
+        "start_from": settings.start_from,
         "prompts": [
             {"source": source, "licence": licence, "prompts": count} for (source, licence), count in sources.items()
         ],

@@ -61,9 +61,11 @@ class TrainingSection(Section):
 
 
 class TrainConfig(Section):
-    """Everything a training run is told."""
+    """Everything a training run is told. start_from: a folder of heads to train further. method: null is theirs, or
+    medusa."""
 
-    method: Literal["medusa", "mtp"] = "medusa"
+    method: Literal["medusa", "mtp"] | None = None
+    start_from: str | None = None
     model: ModelSection = ModelSection()
     engine: MachineSection = MachineSection()
     prompts: PromptSection = PromptSection()

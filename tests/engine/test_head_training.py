@@ -244,3 +244,27 @@ def test_an_mtp_module_is_trained_on_what_the_model_knew_of_the_text(model: Path
     (tmp_path / "mtp" / WORK / "answers" / "contexts-00001.safetensors").write_bytes(b"cut off")
     with pytest.raises(HeadTrainingError, match=r"contexts-00001.safetensors is damaged"):
         train_heads(mtp, Watched())
+
+
+def test_heads_are_trained_further(model: Path, tmp_path: Path) -> None:
+    """Method and sizes are theirs, whatever the settings say; a checkpoint of a run from other heads is not gone on
+    with."""
+    train_heads(job(model, tmp_path / "first"), Watched())
+    further = dataclasses.replace(job(model, tmp_path / "second"), start_from=tmp_path / "first")
+    train_heads(changed(further, learning_rate=1e-9, num_heads=3, num_layers=2), Watched())
+    before, after = load_heads(tmp_path / "first"), load_heads(tmp_path / "second")
+    assert (after.config.method, after.config.num_heads, after.config.num_layers) == ("medusa", 2, 1)
+    start = before.heads.state_dict()
+    assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
+    with pytest.raises(HeadTrainingError, match=r"checkpoint.pt belongs to a run with other"):
+        train_heads(changed(job(model, tmp_path / "second"), learning_rate=1e-9), Watched())
+
+
+def test_what_cannot_be_trained_further_is_said(model: Path, tmp_path: Path) -> None:
+    missing = dataclasses.replace(job(model, tmp_path / "out"), start_from=tmp_path / "none")
+    with pytest.raises(HeadTrainingError, match=str(tmp_path / "none")):
+        train_heads(missing, Watched())
+    train_heads(changed(job(model, tmp_path / "first"), epochs=1), Watched())
+    other = dataclasses.replace(job(model, tmp_path / "out"), start_from=tmp_path / "first", method="mtp")
+    with pytest.raises(HeadTrainingError, match="holds heads of the method medusa, not mtp"):
+        train_heads(other, Watched())
