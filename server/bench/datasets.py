@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from server.bench.long_texts import long_context, shared_prefix
+from server.code_folder import CodeFolderError, code_prompts
 
 # Module, function and the variable to rename, of ``edits``.
 EDITED_FUNCTIONS: Sequence[tuple[str, str, str]] = (
@@ -53,7 +54,7 @@ class Dataset:
 
 
 def load_dataset(name: str, count: int | None = None) -> Dataset:
-    """One of ``DATASETS`` or the path of a file (JSON lines with ``prompt``, or one prompt a line).
+    """One of ``DATASETS`` or the path of a file (JSON lines with ``prompt``, or one prompt a line) or folder of code.
 
     Raises DatasetError.
     """
@@ -113,6 +114,11 @@ def _standard_function(module: str, name: str) -> str:
 
 
 def _user_file(path: Path) -> list[str]:
+    if path.is_dir():
+        try:
+            return code_prompts(path)
+        except CodeFolderError as error:
+            raise DatasetError(str(error)) from error
     try:
         lines = [line for line in path.read_text().splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:

@@ -32,8 +32,8 @@ def bench(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{_DATASETS}, {_ALL} of these, or a file; may be given several times. NAME@1,8: with 1 and 8 "
-            "clients, whatever --clients says.  \\[default: edits]",
+            help=f"{_DATASETS}, {_ALL} of these, a file or a folder of code; may be given several times. "
+            "NAME@1,8: with 1 and 8 clients, whatever --clients says.  \\[default: edits]",
             metavar="NAME|FILE",
         ),
     ] = None,

@@ -43,7 +43,8 @@ def train(
         str | None, typer.Option("--from", help="Heads to train further instead of new ones.", metavar="DIR")
     ] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="Prompts, JSON lines or text; default: the built-in recipe.", metavar="FILE")
+        str | None,
+        typer.Option(help="JSON lines, text or a folder of code; default: the built-in recipe.", metavar="PATH"),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 300000]")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,

@@ -53,7 +53,7 @@ class Verified:
 def verify(
     url: Annotated[str, typer.Option(help="The server to audit.")] = "http://127.0.0.1:8000",
     prompts: Annotated[
-        str, typer.Option(help="mt-bench (first turns), humaneval, edits or a file.", metavar="FILE")
+        str, typer.Option(help="mt-bench (first turns), humaneval, edits, a file or a folder of code.", metavar="FILE")
     ] = "mt-bench",
     n: Annotated[int | None, typer.Option(help=f"Prompts at most.  \\[default: {DEFAULT_PROMPTS}]", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 64,

@@ -26,7 +26,8 @@ class MachineSection(Section):
 
 
 class PromptSection(Section):
-    """``prompts``. file: JSON lines or text, one prompt a line; null is the built-in recipe. seed: of its sample."""
+    """``prompts``. file: JSON lines or text, one prompt a line, or a folder of code; null is the built-in recipe. seed:
+    of the sample."""
 
     file: str | None = None
     seed: int = 0

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from server.code_folder import CodeFolderError, code_prompts
 from server.training.recipe import SourceMissing, portions
 
 LONGEST = 1200
@@ -50,12 +51,18 @@ def built_in_prompts(seed: int) -> list[Prompt]:
     return prompts
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, seed: int = 0) -> list[Prompt]:
     """A user's file: JSON lines with ``prompt`` or ``messages``, when its name ends in .jsonl; else one prompt a line.
+    Of a folder the code in it, see ``server.code_folder``.
 
     Of ``messages`` only the last user message is used: single turns. Repeated texts are kept once.
     Raises PromptError that names the line.
     """
+    if path.is_dir():
+        try:
+            return _distinct(Prompt(text, path.resolve().name, "") for text in code_prompts(path, seed))
+        except CodeFolderError as error:
+            raise PromptError(str(error)) from error
     try:
         # Split at line feeds alone: JSON may hold the other characters that Python takes for line ends.
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -13,11 +13,11 @@ BENCHMARKS = ("mt-bench", "humaneval", "edits")
 
 
 def training_prompts(section: PromptSection) -> list[Prompt]:
-    """The prompts of a file or of the built-in recipe, without those of the benchmarks that are installed.
+    """The prompts of a file, a folder of code or the built-in recipe, without those of installed benchmarks.
 
     Raises PromptError.
     """
-    prompts = built_in_prompts(section.seed) if section.file is None else read_prompts(Path(section.file))
+    prompts = _prompts(section)
     benchmarks: list[str] = []
     for name in BENCHMARKS:
         try:
@@ -28,3 +28,9 @@ def training_prompts(section: PromptSection) -> list[Prompt]:
     if not kept:
         raise PromptError(f"every prompt of {section.file} is one of a benchmark, and those measure the heads")
     return kept
+
+
+def _prompts(section: PromptSection) -> list[Prompt]:
+    if section.file is None:
+        return built_in_prompts(section.seed)
+    return read_prompts(Path(section.file).expanduser(), section.seed)
