@@ -1,4 +1,7 @@
-"""Heads on disk: ``config.json``, ``heads.safetensors``, the draft vocabulary, ``run.yaml``."""
+"""Heads on disk: ``config.json``, ``heads.safetensors``, the draft vocabulary, ``run.yaml``.
+
+Public checkpoints are read too (``heads.formats``), and written in our own format when they are trained further.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 
-from heads.config import CONFIG_FILE, HeadsConfig
+from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
 from heads.errors import HeadsError
 from heads.files import replace_file
-from heads.medusa import MedusaHeads
+from heads.formats import read_medusa
+from heads.medusa import OWN_LM_HEADS, MedusaHeads
 from heads.mtp import MtpModule
+from heads.weights import read_weights, require_fitting
 
 WEIGHTS_FILE = "heads.safetensors"
 DRAFT_VOCAB_FILE = "draft_vocab.json"
@@ -49,43 +53,27 @@ def save_heads(folder: Path, heads: nn.Module, config: HeadsConfig, token_ids: t
 def load_heads(folder: Path) -> LoadedHeads:
     """Raises HeadsError for a folder that does not hold heads we can run, in one sentence."""
     config = HeadsConfig.read(folder)
+    if config.format == PUBLIC_MEDUSA:
+        config, medusa = read_medusa(folder, config)
+        return LoadedHeads(folder, config, medusa.eval().requires_grad_(False), None)
+    weights = read_weights(folder / WEIGHTS_FILE)
+    has_lm_heads = any(name.startswith(f"{OWN_LM_HEADS}.") for name in weights)
     with torch.device("meta"):  # sizes alone: a config.json that lies about them must not take memory for them
-        heads = _empty(config, folder)
-    try:
-        weights = load_file(folder / WEIGHTS_FILE)
-    except (OSError, SafetensorError) as error:
-        raise HeadsError(f"{folder / WEIGHTS_FILE} cannot be read: {error}") from error
-    _require_fitting(weights, heads, folder)
+        heads = _empty(config, folder, has_lm_heads)
+    require_fitting(weights, heads.state_dict(), folder / WEIGHTS_FILE)
     heads.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
     return LoadedHeads(folder, config, heads.eval().requires_grad_(False), _draft_vocab(folder, config))
 
 
-def _empty(config: HeadsConfig, folder: Path) -> MedusaHeads | MtpModule:
+def _empty(config: HeadsConfig, folder: Path, has_lm_heads: bool) -> MedusaHeads | MtpModule:
     if config.method == "medusa":
-        return MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+        own_vocab = config.vocab_size if has_lm_heads else None
+        return MedusaHeads(config.hidden_size, config.num_heads, config.num_layers, own_vocab=own_vocab)
     if config.method != "mtp":
         raise HeadsError(f"{folder} holds heads of the method {config.method!r}; known are medusa and mtp")
     if config.mtp is None:
         raise HeadsError(f"{folder}: {CONFIG_FILE} of an mtp module needs its sizes under mtp")
     return MtpModule(config.hidden_size, config.mtp, config.num_heads)
-
-
-def _require_fitting(weights: dict[str, torch.Tensor], heads: nn.Module, folder: Path) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in heads.state_dict().items()}
-    found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    for name in sorted(wanted.keys() | found.keys()):
-        if wanted.get(name) != found.get(name):
-            raise HeadsError(
-                f"{folder / WEIGHTS_FILE} does not fit its {CONFIG_FILE}: {name} is "
-                f"{_shape(found.get(name))}, should be {_shape(wanted.get(name))}"
-            )
-    for name, tensor in weights.items():
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor.float()).all()):
-            raise HeadsError(f"{folder / WEIGHTS_FILE}: {name} holds values that are not finite numbers")
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "absent" if shape is None else "x".join(map(str, shape))
 
 
 def _draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:

@@ -1,12 +1,13 @@
-"""What a folder of heads says of itself: ``config.json``."""
+"""What a folder of heads says of itself: ``config.json``, in our own format or in that of the Medusa project."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import jsonschema
 from jsonschema.validators import extend
@@ -14,13 +15,16 @@ from jsonschema.validators import extend
 from heads.errors import HeadsError
 from heads.settings import KvSource
 
-FORMAT = "headlong"
+Format = Literal["headlong", "medusa"]
+FORMAT: Format = "headlong"
+PUBLIC_MEDUSA: Format = "medusa"  # ``heads.formats`` reads its weights
 HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
 CONFIG_FILE = "config.json"
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
 
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 1 << 24}
-_FEW = {"type": "integer", "minimum": 1, "maximum": 64}
+MAX_HEADS = 64
+_FEW = {"type": "integer", "minimum": 1, "maximum": MAX_HEADS}
 _RATES = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
 _SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -63,6 +67,17 @@ _SCHEMA: dict[str, Any] = {
         },
     },
 }
+_MEDUSA_SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "medusa_num_heads": _FEW,
+        "medusa_num_layers": _FEW,
+        "base_model_name_or_path": {"type": ["string", "null"]},
+        "hidden_size": _COUNT,
+        "vocab_size": _COUNT,
+    },
+}
+_UNNAMED = "an unnamed model"
 _DRAFT = jsonschema.Draft202012Validator
 # JSON Schema takes 2.0 for an integer; a number of heads or a token id that is a float would fail later.
 _INTEGERS = _DRAFT.TYPE_CHECKER.redefine("integer", lambda _, value: type(value) is int)
@@ -71,7 +86,8 @@ _VALIDATOR = extend(_DRAFT, type_checker=_INTEGERS)  # type: ignore[no-untyped-c
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The model that heads belong to. digest: of its weights (``engine.loading.LoadedModel.digest``)."""
+    """The model that heads belong to. digest: of its weights (``engine.loading.LoadedModel.digest``); empty in a format
+    that does not hold it."""
 
     name: str
     digest: str
@@ -113,6 +129,9 @@ class HeadsConfig:
 
     baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
     tries the heads at load.
+
+    format: "medusa" for a public checkpoint. Its config.json alone leaves hidden_size and vocab_size 0, unknown, and
+    may be wrong about num_heads: ``load_heads`` knows. vocab_size stays 0 where the heads share the model's lm_head.
     """
 
     method: str
@@ -127,6 +146,7 @@ class HeadsConfig:
     calibration: Calibration | None = None
     self_test: tuple[tuple[int, ...], ...] = ()
     mtp: MtpSizes | None = None
+    format: Format = FORMAT
 
     def to_json(self) -> str:
         fields = asdict(self)
@@ -134,7 +154,7 @@ class HeadsConfig:
         for name in ("calibration", "mtp"):
             if fields[name] is None:
                 del fields[name]
-        return json.dumps({"format": FORMAT, **fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
+        return json.dumps({**fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
 
     @classmethod
     def read(cls, folder: Path) -> HeadsConfig:
@@ -142,7 +162,7 @@ class HeadsConfig:
         path = folder / CONFIG_FILE
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-            _VALIDATOR(_SCHEMA).validate(raw)
+            _VALIDATOR(_MEDUSA_SCHEMA if _is_public(raw) else _SCHEMA).validate(raw)
         except OSError as error:
             raise HeadsError(
                 f"{folder} is not a folder of heads: {path.name} cannot be read ({error.strerror})"
@@ -151,7 +171,10 @@ class HeadsConfig:
             raise HeadsError(f"{path} is not JSON: {error}") from error
         except jsonschema.ValidationError as error:
             where = "/".join(map(str, error.absolute_path)) or "the file"
-            raise HeadsError(f"{path} does not describe headlong's heads: {where}: {error.message}") from error
+            kind = "Medusa" if _is_public(raw) else "headlong's"
+            raise HeadsError(f"{path} does not describe {kind} heads: {where}: {error.message}") from error
+        if _is_public(raw):
+            return cls._of_public(raw)
         calibration = raw.get("calibration")
         if calibration is not None and not _is_whole(calibration, raw["num_heads"]):
             raise HeadsError(
@@ -159,6 +182,25 @@ class HeadsConfig:
             )
         if any(token >= raw["vocab_size"] for prompt in raw.get("self_test", ()) for token in prompt):
             raise HeadsError(f"{path}: self_test must hold token ids below {raw['vocab_size']}")
+        return cls._of_own(raw)
+
+    @classmethod
+    def _of_public(cls, raw: Mapping[str, Any]) -> HeadsConfig:
+        # The name is a hub id or a path on the machine of whoever trained the heads.
+        parts = [part for part in re.split(r"[/\\]", raw.get("base_model_name_or_path") or "") if part]
+        return cls(
+            method="medusa",
+            num_heads=raw["medusa_num_heads"],
+            num_layers=raw.get("medusa_num_layers", 1),
+            hidden_size=raw.get("hidden_size", 0),
+            vocab_size=raw.get("vocab_size", 0),
+            base_model=BaseModel(parts[-1] if parts else _UNNAMED, ""),
+            format=PUBLIC_MEDUSA,
+        )
+
+    @classmethod
+    def _of_own(cls, raw: Mapping[str, Any]) -> HeadsConfig:
+        calibration = raw.get("calibration")
         return cls(
             method=raw["method"],
             num_heads=raw["num_heads"],
@@ -173,6 +215,10 @@ class HeadsConfig:
             calibration=None if calibration is None else _calibration(calibration),
             self_test=tuple(tuple(prompt) for prompt in raw.get("self_test", ())),
         )
+
+
+def _is_public(raw: Any) -> bool:
+    return isinstance(raw, dict) and "format" not in raw and "medusa_num_heads" in raw
 
 
 def _is_whole(raw: Mapping[str, Any], num_heads: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from engine.config import SpeculationConfig
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel
 from heads.checkpoint import PRETRAINED, LoadedHeads, load_heads
-from heads.config import CONFIG_FILE, HeadsConfig
+from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
 from heads.errors import HeadsError
 from heads.lm_head import OutputHead
 
@@ -41,6 +42,9 @@ def find_heads(folder: str | None, loaded: LoadedModel, pretrained: Path = PRETR
     except HeadsError as error:
         raise ModelLoadError(str(error)) from error
     require_fitting(heads, loaded)
+    if heads.config.vocab_size == 0:
+        config = dataclasses.replace(heads.config, vocab_size=len(_output_layer(loaded.model).weight))
+        heads = dataclasses.replace(heads, config=config)
     return heads
 
 
@@ -70,6 +74,7 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
 
     Weights are told apart by their digest. The same model from another file (a hub's safetensors, another
     quantisation) has another digest under the same name: its heads may fit, so they are tried and the self-test tells.
+    A public checkpoint knows no digest, and its name may be a path or an older one, so that it too is tried.
     """
     config, folder = heads.config, heads.folder
     vocab, hidden = _output_layer(loaded.model).weight.shape
@@ -78,14 +83,22 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
             f"the heads in {folder} were made for states of {config.hidden_size} numbers "
             f"({config.base_model.name}); {loaded.name} has {hidden}"
         )
-    if config.vocab_size != vocab:
+    if config.vocab_size not in (0, vocab):  # 0: it does not say
         raise ModelLoadError(
             f"the heads in {folder} were made for a vocabulary of {config.vocab_size} tokens "
             f"({config.base_model.name}); {loaded.name} has {vocab}"
         )
     if config.mtp is not None:
         _require_block(config, loaded)
-    if config.base_model.digest != loaded.digest:
+    if config.format == PUBLIC_MEDUSA:
+        if config.base_model.name.lower() != loaded.name.lower():
+            log.warning(
+                "the heads in %s were trained on %s, this model is %s; the self-test tells whether they fit",
+                folder,
+                config.base_model.name,
+                loaded.name,
+            )
+    elif config.base_model.digest != loaded.digest:
         if config.base_model.name.lower() != loaded.name.lower():
             raise ModelLoadError(
                 f"the heads in {folder} were trained on {config.base_model.name}, not on {loaded.name}; "

@@ -61,8 +61,12 @@ class MedusaDrafter:
     def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
         """Packs the heads: afterwards they cannot be trained or saved any more."""
         self._ranking.compute = compute
+        self._heads.cut(self._lm_head.token_ids)
         compute.pack(self._heads)
-        compute.pack(self._lm_head)
+        if self._heads.lm_heads is None:
+            compute.pack(self._lm_head)
+        else:
+            self._lm_head.to("meta")  # heads with matrices of their own never read it
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         ready = [context for context in contexts if context.accepted is not None and context.max_nodes > 0]
@@ -78,7 +82,7 @@ class MedusaDrafter:
     def _candidates(self, contexts: Sequence[DraftContext]) -> list[list[Candidates]]:
         """Of each context and depth, from one pass of the heads for all of them."""
         states = torch.stack([context.accepted.final for context in contexts if context.accepted is not None])
-        logits: torch.Tensor = self._lm_head(self._heads(states.float())).transpose(0, 1).float().cpu().contiguous()
+        logits = self._heads.all_logits(self._lm_head, states.float()).transpose(0, 1).float().cpu().contiguous()
         # The tokens between the root and a deeper candidate are not known to the heads, so the path is left out.
         rows = [
             RankedRow(context, depth, context.max_nodes if depth <= context.max_depth else 0)

@@ -260,6 +260,31 @@ def test_heads_are_trained_further(model: Path, tmp_path: Path) -> None:
         train_heads(changed(job(model, tmp_path / "second"), learning_rate=1e-9), Watched())
 
 
+@pytest.mark.parametrize("is_own", [True, False], ids=["own", "shared"])
+def test_public_heads_are_trained_further(model: Path, tmp_path: Path, is_own: bool) -> None:
+    """And become heads of our own format, their lm_heads with them."""
+    public = tmp_path / "public"
+    public.mkdir()
+    weights = {"0.0.linear.weight": 0.1 * torch.randn(32, 32), "0.0.linear.bias": torch.zeros(32)}
+    if is_own:
+        weights["0.1.weight"] = torch.randn(VOCAB, 32)
+    torch.save(weights, public / "medusa_lm_head.pt")
+    (public / "config.json").write_text(json.dumps({"medusa_num_heads": 1, "medusa_num_layers": 1}))
+    further = dataclasses.replace(job(model, tmp_path / "out"), start_from=public)
+    report = train_heads(changed(further, draft_vocab=20, learning_rate=1e-3), Watched())
+    found = load_heads(tmp_path / "out")
+    assert report.acceptance_length >= 1.0
+    assert (found.config.format, found.config.num_heads, found.config.vocab_size) == ("headlong", 1, VOCAB)
+    assert found.token_ids is not None
+    after = found.heads.state_dict()
+    assert not torch.equal(after["heads.0.0.linear.weight"], weights["0.0.linear.weight"].half().float())
+    assert ("lm_heads.0.weight" in after) == is_own
+    if is_own:  # the rows of the draft vocabulary alone are trained
+        moved = (after["lm_heads.0.weight"] != weights["0.1.weight"].half().float()).any(dim=1)
+        assert moved.any()
+        assert set(moved.nonzero().flatten().tolist()) <= set(found.token_ids.tolist())
+
+
 def test_what_cannot_be_trained_further_is_said(model: Path, tmp_path: Path) -> None:
     missing = dataclasses.replace(job(model, tmp_path / "out"), start_from=tmp_path / "none")
     with pytest.raises(HeadTrainingError, match=str(tmp_path / "none")):
