@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from engine.core import EngineCore
 from engine.errors import ModelLoadError, RequestFailedError
-from engine.outputs import RequestOutput
+from engine.outputs import RequestOutput, StepOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.controller import Controller
 from heads.config import HELD_OUT, HeadsConfig
@@ -42,6 +42,18 @@ def measure_acceptance(
 
     sampling: of each answer; answer i gets ``sampling.seed`` + i. Raises RequestFailedError if a request fails.
     """
+    tokens = forwards = 0
+    for step in unsparing_steps(core, prompts, sampling, method):
+        for output in step.outputs:
+            tokens += len(output.tokens)
+            forwards += output.is_decode_step
+    return Acceptance(tokens, forwards)
+
+
+def unsparing_steps(
+    core: EngineCore, prompts: Sequence[Sequence[int]], sampling: SamplingParams, method: str = "auto"
+) -> Iterator[StepOutput]:
+    """The steps of ``measure_acceptance``; take them all. ``answer_index`` tells whose an output is."""
     controller, limits = core.scheduler.controller, core.scheduler.limits
     core.scheduler.controller = Controller(None)
     # So many that the whole tree of each fits into every step: a tree without room would count as a plain step.
@@ -58,28 +70,31 @@ def measure_acceptance(
         )
         for index, prompt in enumerate(prompts)
     ]
-    tokens = forwards = 0
     failure: str | None = None
     try:
         with core.drafting.unsparing():
             for first in range(0, len(requests), side_by_side):
-                for output in _outputs(core, requests[first : first + side_by_side]):
-                    if output.finish_reason == "error":  # the others still run to their end, so that nothing is left
-                        failure = failure or output.error or "a request of the acceptance test failed"
-                    tokens += len(output.tokens)
-                    forwards += output.is_decode_step
+                for step in _steps(core, requests[first : first + side_by_side]):
+                    for output in step.outputs:
+                        if output.finish_reason == "error":  # the others still run, so that nothing is left
+                            failure = failure or output.error or "a request of the acceptance test failed"
+                    yield step
     finally:
         core.scheduler.controller = controller
     if failure is not None:
         raise RequestFailedError(failure)
-    return Acceptance(tokens, forwards)
 
 
-def _outputs(core: EngineCore, requests: Sequence[EngineRequest]) -> Iterator[RequestOutput]:
+def answer_index(output: RequestOutput) -> int:
+    """Which of the prompts of ``unsparing_steps`` the output belongs to."""
+    return int(output.request_id.removeprefix(_SALT))
+
+
+def _steps(core: EngineCore, requests: Sequence[EngineRequest]) -> Iterator[StepOutput]:
     for request in requests:
         core.add(request)
     while core.has_work:
-        yield from core.step().outputs
+        yield core.step()
 
 
 def self_test(core: EngineCore, config: HeadsConfig) -> Acceptance:

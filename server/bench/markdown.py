@@ -78,33 +78,33 @@ def _ratio_table(ratios: Iterable[Row]) -> str:
         return [row["dataset"], row["load"], row["against"], *speeds, same]
 
     head = "dataset", "load", "on against", "total tokens/s", "decode tokens/s", "TTFT", "same text"
-    return _table(head, ratios, cells)
+    return table(head, ratios, cells)
 
 
 def _side_table(rows: Iterable[Row]) -> str:
     def cells(row: Row) -> list[str]:
         goodput = row["goodput"]
-        good = f"{_number(goodput['share'], 2)} ({_number(goodput['requests_per_second'], 2)}/s)"
+        good = f"{number(goodput['share'], 2)} ({number(goodput['requests_per_second'], 2)}/s)"
         speeds = (ranged(row[name], 1) for name in ("total_tokens_per_second", "decode_tokens_per_second"))
         return [row["dataset"], row["load"], row["side"], *speeds, good, f"{row['errors']}/{row['requests']}"]
 
     head = "dataset", "load", "side", "total tokens/s", "decode tokens/s", "goodput", "errors"
-    return _table(head, rows, cells)
+    return table(head, rows, cells)
 
 
 def _latency_table(rows: Iterable[Row]) -> str:
     def cells(row: Row) -> list[str]:
-        times = (" / ".join(_number(value, 0) for value in row[n].values()) for n in ("ttft_ms", "tpot_ms", "gap_ms"))
+        times = (" / ".join(number(value, 0) for value in row[n].values()) for n in ("ttft_ms", "tpot_ms", "gap_ms"))
         return [row["dataset"], row["load"], row["side"], *times]
 
     head = "dataset", "load", "side", "TTFT p50 / p90 / p99 (ms)", "TPOT (ms)", "gap (ms)"
-    return _table(head, rows, cells)
+    return table(head, rows, cells)
 
 
 def _acceptance_table(rows: Iterable[Row]) -> str:
     def cells(row: Row) -> list[str]:
         found = row["acceptance"]
-        lengths = (_number(found[name], 2) for name in ("length", "length_without_loops", "loop_share"))
+        lengths = (number(found[name], 2) for name in ("length", "length_without_loops", "loop_share"))
         drafters = (f"{name} {share['tokens_per_forward']:.2f}" for name, share in found["by_drafter"].items())
         return [row["dataset"], row["load"], *lengths, ", ".join(drafters)]
 
@@ -113,7 +113,7 @@ def _acceptance_table(rows: Iterable[Row]) -> str:
         f"tau: answer tokens over decode forwards. In a loop: a run of {LOOP_TOKENS} tokens that an answer holds at "
         f"least {LOOP_REPEATS} times, from the last of these on; any drafter predicts those."
     )
-    return _table(head, (row for row in rows if row["acceptance"]), cells) + "\n\n" + legend
+    return table(head, (row for row in rows if row["acceptance"]), cells) + "\n\n" + legend
 
 
 def _remarks(report: dict[str, Any]) -> str:
@@ -139,11 +139,13 @@ def ranged(spread: dict[str, Any] | None, digits: int) -> str:
     return f"{spread['median']:.{digits}f} ({spread['min']:.{digits}f}-{spread['max']:.{digits}f})"
 
 
-def _number(value: float | None, digits: int) -> str:
+def number(value: float | None, digits: int) -> str:
+    """``-`` where there is none."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _table(head: Sequence[str], rows: Iterable[Row], cells: Callable[[Row], list[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Row], cells: Callable[[Row], list[str]]) -> str:
+    """A Markdown table, one line a row."""
     lines = [list(head), ["---"] * len(head), *map(cells, rows)]
     if len(lines) == 2:
         return "None: there was no other side."

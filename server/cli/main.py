@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from server.cli.bench import bench
+from server.cli.heads import heads
 from server.cli.serve import serve
 from server.cli.train import train
 from server.cli.verify import verify
@@ -22,6 +23,7 @@ app.command("serve")(serve)
 app.command("bench")(bench)
 app.command("verify")(verify)
 app.command("train")(train)
+app.add_typer(heads, name="heads")
 
 
 def _print_version(wanted: bool) -> None:
