@@ -31,7 +31,7 @@ from engine.sampling_params import SamplingParams  # noqa: E402
 from server.bench.datasets import load_dataset  # noqa: E402
 from server.tokenizer import Tokenizer  # noqa: E402
 
-DRAFTERS = ("suffix", "medusa", "suffix,medusa")
+DRAFTERS = ("suffix", "mtp", "suffix,mtp")
 
 
 def main() -> None:

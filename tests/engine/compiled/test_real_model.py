@@ -122,5 +122,5 @@ def test_speculation_batches_and_chunks_change_nothing(served: Served) -> None:
     assert sum(answer.accepted for answer in found.values()) > 10
     assert all(len(answer.ids) > 2 for answer in expected.values())
     methods = {token.method for answer in found.values() for token in answer.tokens if token.depth}
-    assert "medusa" in methods
+    assert "mtp" in methods
     assert dataclasses.asdict(core.step().stats)["running"] == 0
