@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -114,15 +114,18 @@ def test_threads_that_cannot_be_had_are_one_sentence() -> None:
 
 
 def test_threads_end_with_their_runner() -> None:
-    def threads() -> int:
-        return len(list(Path("/proc/self/task").iterdir()))
+    def threads() -> set[str]:
+        return {task.name for task in Path("/proc/self/task").iterdir()}
 
     weights = packed(random_model("llama"))
-    gc.collect()  # runners of other tests end before, not meanwhile
-    before = threads()
+    before = threads()  # of which some may be ending
     bench = Bench(weights, threads=4)
-    assert threads() == before + 3
+    assert len(threads() - before) == 3
     request = bench.request(text(20))
     bench.prefill(request)
     del bench
-    assert threads() == before
+    for _ in range(100):  # a thread that was joined is listed for a moment more
+        if threads() <= before:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"threads are left: {threads() - before}")
