@@ -38,7 +38,7 @@ from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
-from heads.checkpoint import DRAFT_VOCAB_FILE, load_heads, save_heads
+from heads.checkpoint import DRAFT_VOCAB_FILE, LoadedHeads, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
 from heads.errors import HeadsError
@@ -121,8 +121,9 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
-    job = _sized_as_start(job)
-    backend, head, heads = _load(job, watch)
+    start = None if job.start_from is None else load_heads(job.start_from)
+    job = _sized_as_start(job, start)
+    backend, head, heads = _load(job, start, watch)
     loaded = backend.loaded
     material = job.material(loaded.path)
     asks = _asks(job, loaded, material)
@@ -159,37 +160,36 @@ class _Result:
     kept: Sequence[Answer]
 
 
-def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
+def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
     device = resolve_device(job.engine.device)
     loaded = load_model(job.model, device, resolve_dtype(job.model.dtype), watch.line)
     head = output_head(loaded.model)
     # Packing frees the plain weights of an untied lm_head; training still reads them.
     head = dataclasses.replace(head, weight=head.weight.detach().clone())
-    heads = _first_heads(job, loaded).to(device)
+    heads = _first_heads(job, start, loaded).to(device)
     backend = choose_backend(loaded, job.model.quantization, job.engine, watch.line)
     if isinstance(heads, MtpModule):
         attach_base(heads, loaded.model)
     return backend, head, heads
 
 
-def _sized_as_start(job: TrainJob) -> TrainJob:
+def _sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
     """The job with the method and the sizes of the heads it starts from."""
-    if job.start_from is None:
+    if start is None:
         return dataclasses.replace(job, method=job.method or MedusaDrafter.method)
-    found = HeadsConfig.read(job.start_from)
+    found = start.config
     if job.method not in (None, found.method):
-        raise HeadTrainingError(f"{job.start_from} holds heads of the method {found.method}, not {job.method}")
+        raise HeadTrainingError(f"{start.folder} holds heads of the method {found.method}, not {job.method}")
     sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
     settings = dataclasses.replace(job.settings, training=sizes)
     return dataclasses.replace(job, method=found.method, settings=settings)
 
 
-def _first_heads(job: TrainJob, loaded: LoadedModel) -> Heads:
+def _first_heads(job: TrainJob, start: LoadedHeads | None, loaded: LoadedModel) -> Heads:
     """What training starts with."""
-    if job.start_from is not None:
-        found = load_heads(job.start_from)
-        require_fitting(found, loaded)
-        return found.heads.train().requires_grad_(True)
+    if start is not None:
+        require_fitting(start, loaded)
+        return start.heads.train().requires_grad_(True)
     settings = job.settings.training
     if job.method == MTP:
         return new_mtp(loaded.model, settings)

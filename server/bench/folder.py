@@ -1,7 +1,8 @@
-"""Where a bench report goes: one JSON file, or a folder with JSON, Markdown and plots."""
+"""Where a report goes: one JSON file, or a folder with JSON, Markdown and plots."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,29 @@ def check_out(out: Path | None) -> None:
     check_plots()
 
 
-def write_out(out: Path, report: dict[str, Any]) -> None:
-    """``out`` itself where it ends in .json; else report.json, report.md and the plots in it. Raises ReportError."""
+def _bench_plots(folder: Path, report: dict[str, Any]) -> list[str]:
+    return write_plots(folder, report["rows"])
+
+
+def write_out(
+    out: Path,
+    report: dict[str, Any],
+    draw: Callable[[Path, dict[str, Any]], Sequence[str]] = _bench_plots,
+    words: Callable[[dict[str, Any], Sequence[str]], str] = markdown,
+) -> None:
+    """``out`` itself where it ends in .json; else report.json, report.md and the plots in it. Raises ReportError.
+
+    draw: draws plots into a folder and gives their names. words: the Markdown, given those. Both are bench's own unless
+    another kind of report brings its own.
+    """
     if _is_file(out):
         write_report(out, report)
         return
     try:
         out.mkdir(exist_ok=True)
         write_report(out / "report.json", report)
-        plots = write_plots(out, report["rows"])
-        (out / "report.md").write_text(markdown(report, plots), encoding="utf-8")
+        plots = draw(out, report)
+        (out / "report.md").write_text(words(report, plots), encoding="utf-8")
     except OSError as error:
         raise ReportError(f"cannot write {out}: {error.strerror}") from error
 

@@ -21,8 +21,8 @@ from engine import threads
 from engine.config import DEFAULT_MODEL, ModelConfig
 from engine.errors import HeadTrainingError, ModelLoadError
 from server.bench.datasets import DATASETS, Dataset, DatasetError, load_dataset
-from server.bench.folder import check_out
-from server.bench.report import ReportError, write_report
+from server.bench.folder import check_out, write_out
+from server.bench.report import ReportError
 from server.cli.failure import FAILED, fail
 from server.cli.train import Bars
 from server.evaluation.figures import figures
@@ -51,7 +51,7 @@ def evaluate(
     dataset: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"{', '.join(DATASETS)}, or a file; may be given several times.  "
+            help=f"{', '.join(DATASETS)}, a file or a folder of code; may be given several times.  "
             f"\\[default: {', '.join(_DEFAULT_DATASETS)}]",
             metavar="NAME|FILE",
         ),
@@ -64,7 +64,7 @@ def evaluate(
         datasets = [load_dataset(name, n) for name in dict.fromkeys(dataset or _DEFAULT_DATASETS)]
         report = _measured(_Wanted(folder, model, max_tokens, seed), datasets)
         if out is not None:
-            _write(out, report)
+            write_out(out, report, lambda folder, made: [write_plot(folder, made)], markdown)
     except (ModelLoadError, HeadTrainingError, PromptError, DatasetError, ReportError) as error:
         fail(str(error))
     except MemoryError:
@@ -114,20 +114,6 @@ def _prompts(datasets: Sequence[Dataset], folder: Path) -> dict[str, Sequence[tu
         data.name: make_material([Prompt(text, data.name, "") for text in data.prompts], folder).prompts
         for data in datasets
     }
-
-
-def _write(out: Path, report: dict[str, Any]) -> None:
-    """``out`` itself where it ends in .json; else report.json, report.md and the plot in it. Raises ReportError."""
-    if out.suffix == ".json":
-        write_report(out, report)
-        return
-    try:
-        out.mkdir(exist_ok=True)
-        write_report(out / "report.json", report)
-        plot = write_plot(out, report)
-        (out / "report.md").write_text(markdown(report, [plot]), encoding="utf-8")
-    except OSError as error:
-        raise ReportError(f"cannot write {out}: {error.strerror}") from error
 
 
 def _table(best: Sequence[dict[str, Any]]) -> Table:
