@@ -35,21 +35,19 @@ from engine.loading.heads import output_head, require_fitting
 from engine.loading.mtp import attach_base, new_mtp
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.spec_decode.drafter import Drafter
-from engine.spec_decode.medusa import MedusaDrafter
-from engine.spec_decode.path_drafter import MtpDrafter
-from heads.checkpoint import DRAFT_VOCAB_FILE, load_heads, save_heads
+from engine.spec_decode.head_drafters import head_drafter
+from heads.checkpoint import DRAFT_VOCAB_FILE, Heads, load_heads, read_draft_vocab, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
 from heads.errors import HeadsError
 from heads.evaluate import Evaluation, evaluate
 from heads.lm_head import DraftLmHead, OutputHead
+from heads.markov import MarkovHeads, MarkovSizes
+from heads.markov import start as start_markov
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
 from heads.train import Progress, train
 
-MTP = MtpDrafter.method
-Heads = MedusaHeads | MtpModule
 WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
 _BASELINE_PROMPTS = 24
 _BASELINE_TOKENS = 64
@@ -80,8 +78,8 @@ class Watch(Protocol):
 @dataclass(frozen=True, slots=True)
 class TrainJob:
     """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml. method:
-    "medusa" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further, whose
-    sizes go before those of the settings."""
+    "medusa", "markov" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further,
+    whose sizes go before those of the settings."""
 
     model: ModelConfig
     folder: Path
@@ -135,9 +133,8 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
         raise HeadTrainingError(
             f"{len(answers)} answers are too few to train on some and test on others; give more prompts"
         )
-    settings = job.settings.training
-    lm_head = DraftLmHead(head, draft_vocab(seen, material.always_drafted, settings.draft_vocab, len(head.weight)))
-    train(heads, lm_head, seen, settings, job.folder / WORK, _reporting(watch))
+    lm_head = DraftLmHead(head, _drafted(job, seen, material, len(head.weight)))
+    train(heads, lm_head, seen, job.settings.training, job.folder / WORK, _reporting(watch))
     watch.line("Testing on held-out answers")
     greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
     result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
@@ -175,11 +172,15 @@ def _load(job: TrainJob, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
 def _sized_as_start(job: TrainJob) -> TrainJob:
     """The job with the method and the sizes of the heads it starts from."""
     if job.start_from is None:
-        return dataclasses.replace(job, method=job.method or MedusaDrafter.method)
+        return dataclasses.replace(job, method=job.method or MedusaHeads.method)
     found = HeadsConfig.read(job.start_from)
     if job.method not in (None, found.method):
         raise HeadTrainingError(f"{job.start_from} holds heads of the method {found.method}, not {job.method}")
     sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
+    if found.method == MarkovHeads.method:
+        token_ids = read_draft_vocab(job.start_from, found)  # has a row of the bias each, so it stays
+        drafted = 0 if token_ids is None else len(token_ids)
+        sizes = dataclasses.replace(sizes, rank=found.rank or sizes.rank, draft_vocab=drafted)
     settings = dataclasses.replace(job.settings, training=sizes)
     return dataclasses.replace(job, method=found.method, settings=settings)
 
@@ -191,15 +192,21 @@ def _first_heads(job: TrainJob, loaded: LoadedModel) -> Heads:
         require_fitting(found, loaded)
         return found.heads.train().requires_grad_(True)
     settings = job.settings.training
-    if job.method == MTP:
+    if job.method == MtpModule.method:
         return new_mtp(loaded.model, settings)
-    return MedusaHeads(output_head(loaded.model).weight.shape[1], settings.num_heads, settings.num_layers)
+    vocab, hidden = output_head(loaded.model).weight.shape
+    medusa = MedusaHeads(hidden, settings.num_heads, settings.num_layers)
+    if job.method == MedusaHeads.method:
+        return medusa
+    markov = MarkovHeads(medusa, MarkovSizes(settings.rank, vocab, min(settings.draft_vocab or vocab, vocab)))
+    start_markov(markov, settings.seed)
+    return markov
 
 
 def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
     shards = range(len(store))
-    if job.method != MTP:
+    if job.method != MtpModule.method:
         return store.read_all()
 
     def make_reader() -> ContextReader:
@@ -278,6 +285,13 @@ class _Generator:
         self._watch.advance("answers", min(done, total), total, "")
 
 
+def _drafted(job: TrainJob, seen: Sequence[Answer], material: Material, vocab_size: int) -> torch.Tensor | None:
+    """The draft vocabulary of this run; None: the whole."""
+    if job.start_from is not None and job.method == MarkovHeads.method:
+        return read_draft_vocab(job.start_from, HeadsConfig.read(job.start_from))
+    return draft_vocab(seen, material.always_drafted, job.settings.training.draft_vocab, vocab_size)
+
+
 def draft_vocab(answers: Sequence[Answer], always: Sequence[int], size: int, vocab_size: int) -> torch.Tensor | None:
     """The draft vocabulary, ascending: ``always``, then the tokens most frequent in the answers, then the lowest ids
     (the oldest merges of a BPE vocabulary). None for the whole vocabulary (size 0, or at least the model's own)."""
@@ -305,8 +319,9 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     loaded, heads = result.backend.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
-        method=MTP if isinstance(heads, MtpModule) else MedusaDrafter.method,
+        method=heads.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
+        rank=heads.rank if isinstance(heads, MarkovHeads) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
         hidden_size=heads.hidden_size,
@@ -326,12 +341,7 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
 def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]) -> float:
     """Acceptance length of the heads alone on held-out prompts, greedy, every proposed node verified."""
     heads, lm_head = copy.deepcopy((result.heads, result.lm_head))  # serving packs them
-    calibration = result.evaluation.calibration
-    drafter: Drafter
-    if isinstance(heads, MtpModule):
-        drafter = MtpDrafter(heads, lm_head, calibration=calibration)
-    else:
-        drafter = MedusaDrafter(heads, lm_head, calibration=calibration)
+    drafter = head_drafter(heads, lm_head, calibration=result.evaluation.calibration)
     settings = EngineSettings(job.model, job.engine)
     core = assemble(result.backend, settings, lambda _: None, [drafter], measures_steps=False).core
     sampling = SamplingParams(temperature=0.0, max_tokens=min(_BASELINE_TOKENS, job.settings.answers.max_tokens))
