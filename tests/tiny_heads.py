@@ -63,6 +63,8 @@ def random_markov(lm_head: DraftLmHead, depths: int = 3, seed: int = 3) -> Marko
     heads = MarkovHeads(medusa, MarkovSizes(16, lm_head.vocab_size, len(lm_head.token_ids)))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
+    for part in (heads.embedding, *heads.biases):
+        torch.nn.init.normal_(part.weight, std=0.8)
     return heads.eval().requires_grad_(False)
 
 
