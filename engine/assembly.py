@@ -6,7 +6,6 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,18 +25,16 @@ from engine.scheduler import Scheduler, SchedulerLimits
 from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.drafting import Drafting
-from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.head_drafters import HEAD_METHODS, head_drafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench, measured_costs
 from heads.checkpoint import LoadedHeads
 from heads.lm_head import DraftLmHead
-from heads.mtp import MtpModule
 
 log = logging.getLogger("headlong.engine")
 
-HEAD_METHODS = (MedusaDrafter.method, MtpDrafter.method)
 _CPU_POOL = 2 << 30
 _MEASURED_ROWS = 48  # beyond the largest measured step, its time grows as the last stretch did
 # A CPU is saturated by few rows, so more of them in a step only make the others wait.
@@ -98,14 +95,13 @@ def _head_drafter(
         )
     lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
     module = heads.heads.to(lm_head.linear.weight.device)
-    common: dict[str, Any] = {
-        "calibration": heads.config.calibration,
-        "coupling": config.coupling,
-        "eos_token_ids": loaded.eos_token_ids,
-    }
-    if isinstance(module, MtpModule):
-        return MtpDrafter(module, lm_head, **common)
-    return MedusaDrafter(module, lm_head, **common)
+    return head_drafter(
+        module,
+        lm_head,
+        calibration=heads.config.calibration,
+        coupling=config.coupling,
+        eos_token_ids=loaded.eos_token_ids,
+    )
 
 
 def _training_free(name: str) -> Drafter:

@@ -10,11 +10,8 @@ import copy
 import dataclasses
 import json
 import platform
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import transformers
@@ -24,83 +21,35 @@ from safetensors import SafetensorError
 
 from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
-from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig, TrainingConfig
+from engine.config import EngineSettings, SpeculationConfig
 from engine.contexts import ContextReader, add_contexts
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
+from engine.first_heads import drafted_tokens, first_heads, sized_as_start
 from engine.loading import LoadedModel, load_model
-from engine.loading.heads import output_head, require_fitting
-from engine.loading.mtp import attach_base, new_mtp
+from engine.loading.heads import output_head
+from engine.loading.mtp import attach_base
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
-from engine.spec_decode.drafter import Drafter
-from engine.spec_decode.medusa import MedusaDrafter
-from engine.spec_decode.path_drafter import MtpDrafter
-from heads.checkpoint import DRAFT_VOCAB_FILE, LoadedHeads, load_heads, save_heads
+from engine.spec_decode.head_drafters import head_drafter
+from engine.train_job import Material, TrainJob, TrainReport, Watch
+from heads.checkpoint import DRAFT_VOCAB_FILE, Heads, LoadedHeads, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
 from heads.errors import HeadsError
 from heads.evaluate import Evaluation, evaluate
 from heads.lm_head import DraftLmHead, OutputHead
-from heads.medusa import MedusaHeads
+from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
 from heads.train import Progress, train
 
-MTP = MtpDrafter.method
-Heads = MedusaHeads | MtpModule
 WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
 _BASELINE_PROMPTS = 24
 _BASELINE_TOKENS = 64
 _SELF_TEST_PROMPTS = 4
 _SELF_TEST_LENGTH = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Material:
-    """prompts: token ids, chat template included. always_drafted: ids that a reduced draft vocabulary must hold."""
-
-    prompts: Sequence[tuple[int, ...]]
-    always_drafted: Sequence[int]
-
-
-class Watch(Protocol):
-    """Who is told how far a run is."""
-
-    def line(self, text: str) -> None:
-        """Something that takes seconds begins."""
-        ...
-
-    def advance(self, stage: str, done: int, total: int, note: str) -> None:
-        """``done`` of ``total`` units of a stage."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class TrainJob:
-    """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml. method:
-    "medusa" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further, whose
-    sizes go before those of the settings."""
-
-    model: ModelConfig
-    folder: Path
-    material: Callable[[Path], Material]
-    engine: EngineConfig = field(default_factory=EngineConfig)
-    settings: TrainingConfig = field(default_factory=TrainingConfig)
-    run: Mapping[str, Any] = field(default_factory=dict)
-    method: str | None = None
-    start_from: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class TrainReport:
-    """positions, accuracy: on held-out answers (``heads.evaluate``). acceptance_length: of these heads alone, greedy,
-    on held-out prompts."""
-
-    positions: int
-    accuracy: Sequence[Mapping[int, float]]
-    acceptance_length: float
 
 
 def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
@@ -122,7 +71,7 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
     start = None if job.start_from is None else load_heads(job.start_from)
-    job = _sized_as_start(job, start)
+    job = sized_as_start(job, start)
     backend, head, heads = _load(job, start, watch)
     loaded = backend.loaded
     material = job.material(loaded.path)
@@ -136,9 +85,8 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
         raise HeadTrainingError(
             f"{len(answers)} answers are too few to train on some and test on others; give more prompts"
         )
-    settings = job.settings.training
-    lm_head = DraftLmHead(head, draft_vocab(seen, material.always_drafted, settings.draft_vocab, len(head.weight)))
-    train(heads, lm_head, seen, settings, job.folder / WORK, _reporting(watch))
+    lm_head = DraftLmHead(head, drafted_tokens(job, start, seen, material, len(head.weight)))
+    train(heads, lm_head, seen, job.settings.training, job.folder / WORK, _reporting(watch))
     watch.line("Testing on held-out answers")
     greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
     result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
@@ -166,40 +114,17 @@ def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backe
     head = output_head(loaded.model)
     # Packing frees the plain weights of an untied lm_head; training still reads them.
     head = dataclasses.replace(head, weight=head.weight.detach().clone())
-    heads = _first_heads(job, start, loaded).to(device)
+    heads = first_heads(job, start, loaded).to(device)
     backend = choose_backend(loaded, job.model.quantization, job.engine, watch.line)
     if isinstance(heads, MtpModule):
         attach_base(heads, loaded.model)
     return backend, head, heads
 
 
-def _sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
-    """The job with the method and the sizes of the heads it starts from."""
-    if start is None:
-        return dataclasses.replace(job, method=job.method or MedusaDrafter.method)
-    found = start.config
-    if job.method not in (None, found.method):
-        raise HeadTrainingError(f"{start.folder} holds heads of the method {found.method}, not {job.method}")
-    sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
-    settings = dataclasses.replace(job.settings, training=sizes)
-    return dataclasses.replace(job, method=found.method, settings=settings)
-
-
-def _first_heads(job: TrainJob, start: LoadedHeads | None, loaded: LoadedModel) -> Heads:
-    """What training starts with."""
-    if start is not None:
-        require_fitting(start, loaded)
-        return start.heads.train().requires_grad_(True)
-    settings = job.settings.training
-    if job.method == MTP:
-        return new_mtp(loaded.model, settings)
-    return MedusaHeads(output_head(loaded.model).weight.shape[1], settings.num_heads, settings.num_layers)
-
-
 def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
     shards = range(len(store))
-    if job.method != MTP:
+    if job.method != MtpModule.method:
         return store.read_all()
 
     def make_reader() -> ContextReader:
@@ -278,21 +203,6 @@ class _Generator:
         self._watch.advance("answers", min(done, total), total, "")
 
 
-def draft_vocab(answers: Sequence[Answer], always: Sequence[int], size: int, vocab_size: int) -> torch.Tensor | None:
-    """The draft vocabulary, ascending: ``always``, then the tokens most frequent in the answers, then the lowest ids
-    (the oldest merges of a BPE vocabulary). None for the whole vocabulary (size 0, or at least the model's own)."""
-    if size == 0 or size >= vocab_size:
-        return None
-    counts = Counter(token for answer in answers for token in answer.tokens)
-    frequent = (token for token, _ in counts.most_common())
-    chosen = dict.fromkeys([*always][:size])
-    for token in (*frequent, *range(vocab_size)):
-        if len(chosen) >= size:
-            break
-        chosen[token] = None
-    return torch.tensor(sorted(chosen))
-
-
 def _reporting(watch: Watch) -> Callable[[Progress], None]:
     def report(done: Progress) -> None:
         losses = " ".join(f"{loss:.2f}" for loss in done.head_losses)
@@ -305,8 +215,9 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     loaded, heads = result.backend.loaded, result.heads
     short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
-        method=MTP if isinstance(heads, MtpModule) else MedusaDrafter.method,
+        method=heads.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
+        rank=heads.rank if isinstance(heads, MarkovHeads) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
         hidden_size=heads.hidden_size,
@@ -326,12 +237,7 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
 def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]) -> float:
     """Acceptance length of the heads alone on held-out prompts, greedy, every proposed node verified."""
     heads, lm_head = copy.deepcopy((result.heads, result.lm_head))  # serving packs them
-    calibration = result.evaluation.calibration
-    drafter: Drafter
-    if isinstance(heads, MtpModule):
-        drafter = MtpDrafter(heads, lm_head, calibration=calibration)
-    else:
-        drafter = MedusaDrafter(heads, lm_head, calibration=calibration)
+    drafter = head_drafter(heads, lm_head, calibration=result.evaluation.calibration)
     settings = EngineSettings(job.model, job.engine)
     core = assemble(result.backend, settings, lambda _: None, [drafter], measures_steps=False).core
     sampling = SamplingParams(temperature=0.0, max_tokens=min(_BASELINE_TOKENS, job.settings.answers.max_tokens))

@@ -25,13 +25,13 @@ from engine.core import EngineCore
 from engine.device import resolve_device, resolve_dtype
 from engine.draft_test import answer_index, unsparing_steps
 from engine.errors import HeadTrainingError, RequestFailedError
-from engine.head_training import Watch
 from engine.loading import load_model
 from engine.loading.heads import require_heads_folder
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.controller import StepCosts
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.watched import Bucket, WatchedDrafter
+from engine.train_job import Watch
 from heads.checkpoint import RUN_FILE
 from heads.config import HELD_OUT, HeadsConfig
 

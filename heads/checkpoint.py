@@ -17,6 +17,7 @@ from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
 from heads.errors import HeadsError
 from heads.files import replace_file
 from heads.formats import read_medusa
+from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import OWN_LM_HEADS, MedusaHeads
 from heads.mtp import MtpModule
 from heads.weights import read_weights, require_fitting
@@ -26,6 +27,8 @@ DRAFT_VOCAB_FILE = "draft_vocab.json"
 RUN_FILE = "run.yaml"
 PRETRAINED = Path(__file__).parent / "pretrained"
 
+Heads = MedusaHeads | MarkovHeads | MtpModule
+
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
@@ -33,7 +36,7 @@ class LoadedHeads:
 
     folder: Path
     config: HeadsConfig
-    heads: MedusaHeads | MtpModule
+    heads: Heads
     token_ids: torch.Tensor | None
 
 
@@ -57,26 +60,38 @@ def load_heads(folder: Path) -> LoadedHeads:
         config, medusa = read_medusa(folder, config)
         return LoadedHeads(folder, config, medusa.eval().requires_grad_(False), None)
     weights = read_weights(folder / WEIGHTS_FILE)
+    token_ids = read_draft_vocab(folder, config)
     has_lm_heads = any(name.startswith(f"{OWN_LM_HEADS}.") for name in weights)
     with torch.device("meta"):  # sizes alone: a config.json that lies about them must not take memory for them
-        heads = _empty(config, folder, has_lm_heads)
+        if config.method == MarkovHeads.method:
+            heads: Heads = _empty_markov(config, folder, config.vocab_size if token_ids is None else len(token_ids))
+        else:
+            heads = _empty(config, folder, has_lm_heads)
     require_fitting(weights, heads.state_dict(), folder / WEIGHTS_FILE)
     heads.load_state_dict({name: tensor.float() for name, tensor in weights.items()}, assign=True)
-    return LoadedHeads(folder, config, heads.eval().requires_grad_(False), _draft_vocab(folder, config))
+    return LoadedHeads(folder, config, heads.eval().requires_grad_(False), token_ids)
 
 
 def _empty(config: HeadsConfig, folder: Path, has_lm_heads: bool) -> MedusaHeads | MtpModule:
-    if config.method == "medusa":
+    if config.method == MedusaHeads.method:
         own_vocab = config.vocab_size if has_lm_heads else None
         return MedusaHeads(config.hidden_size, config.num_heads, config.num_layers, own_vocab=own_vocab)
-    if config.method != "mtp":
-        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; known are medusa and mtp")
+    if config.method != MtpModule.method:
+        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; known are medusa, markov and mtp")
     if config.mtp is None:
         raise HeadsError(f"{folder}: {CONFIG_FILE} of an mtp module needs its sizes under mtp")
     return MtpModule(config.hidden_size, config.mtp, config.num_heads)
 
 
-def _draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:
+def _empty_markov(config: HeadsConfig, folder: Path, draft_vocab: int) -> MarkovHeads:
+    if config.rank is None:
+        raise HeadsError(f"{folder}: {CONFIG_FILE} of markov heads needs the rank of their bias")
+    medusa = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
+    return MarkovHeads(medusa, MarkovSizes(config.rank, config.vocab_size, draft_vocab))
+
+
+def read_draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:
+    """The ids of a folder's draft vocabulary, ascending; None for the whole vocabulary. Raises HeadsError."""
     if config.draft_vocab is None:
         return None
     path = folder / config.draft_vocab

@@ -24,6 +24,7 @@ HELD_OUT = "held-out"  # the baseline measured on prompts that training did not 
 
 _COUNT = {"type": "integer", "minimum": 1, "maximum": 1 << 24}
 MAX_HEADS = 64
+MAX_RANK = 4096
 _FEW = {"type": "integer", "minimum": 1, "maximum": MAX_HEADS}
 _RATES = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 1}}
 _SCHEMA: dict[str, Any] = {
@@ -36,6 +37,7 @@ _SCHEMA: dict[str, Any] = {
         "num_layers": _FEW,
         "hidden_size": _COUNT,
         "vocab_size": _COUNT,
+        "rank": {**_COUNT, "maximum": MAX_RANK},
         "mtp": {
             "type": "object",
             "required": ["kv", "intermediate", "heads", "kv_heads", "head_dim", "eps"],
@@ -125,7 +127,8 @@ class MtpSizes:
 @dataclass(frozen=True, slots=True)
 class HeadsConfig:
     """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k; an MTP module's
-    depths count as heads. mtp: of that method alone.
+    depths count as heads. mtp, rank: of MTP modules and of Markov heads
+    alone.
 
     baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
     tries the heads at load.
@@ -146,12 +149,13 @@ class HeadsConfig:
     calibration: Calibration | None = None
     self_test: tuple[tuple[int, ...], ...] = ()
     mtp: MtpSizes | None = None
+    rank: int | None = None
     format: Format = FORMAT
 
     def to_json(self) -> str:
         fields = asdict(self)
         base = {**fields.pop("base_model"), "hidden": HIDDEN}
-        for name in ("calibration", "mtp"):
+        for name in ("calibration", "mtp", "rank"):
             if fields[name] is None:
                 del fields[name]
         return json.dumps({**fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
@@ -209,6 +213,7 @@ class HeadsConfig:
             base_model=BaseModel(raw["base_model"]["name"], raw["base_model"]["digest"]),
             num_layers=raw.get("num_layers", 1),
             mtp=MtpSizes(**{name: raw["mtp"][name] for name in MtpSizes.__slots__}) if "mtp" in raw else None,
+            rank=raw.get("rank"),
             draft_vocab=raw["draft_vocab"],
             trained=raw.get("trained", {}),
             baseline=raw.get("baseline", {}),

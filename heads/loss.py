@@ -20,7 +20,8 @@ class DraftHeads(Protocol):
         ...
 
     def outputs(self, batch: Batch) -> Iterable[torch.Tensor]:
-        """Of each depth, [len(batch.rows(depth)), width]; tokens between are those of the answers."""
+        """Of each depth all that its logits depend on, [len(batch.rows(depth)), width]; tokens between are those of
+        the answers."""
         ...
 
     def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ class MedusaHeads(nn.Module):
     """All heads of a model. Parameters are called ``heads.K.J.linear.*``: head K from 0, block J. Output matrices of
     their own are ``lm_heads.K.weight``, [vocab, hidden]."""
 
+    method = "medusa"
     is_recursive = False
 
     def __init__(self, hidden_size: int, num_heads: int, num_layers: int = 1, *, own_vocab: int | None = None) -> None:

@@ -45,6 +45,7 @@ class Rotation:
 class MtpModule(nn.Module):
     """One block for all depths. ``depths`` is how far it is trained, evaluated and served."""
 
+    method = "mtp"
     is_recursive = True
 
     embedding: torch.Tensor

@@ -10,9 +10,11 @@ from transformers import PreTrainedModel
 
 from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base, new_mtp
+from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from heads.lm_head import DraftLmHead
+from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
 from heads.settings import TrainSettings
@@ -52,3 +54,22 @@ def mtp_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: i
     token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
     lm_head = DraftLmHead(output_head(model), token_ids)
     return MtpDrafter(random_mtp(model), lm_head, coupling=coupling, eos_token_ids=(EOS,))
+
+
+def random_markov(lm_head: DraftLmHead, depths: int = 3, seed: int = 3) -> MarkovHeads:
+    """Whose every weight matters: the bias is about as large as the logits."""
+    torch.manual_seed(seed)
+    medusa = MedusaHeads(lm_head.linear.in_features, depths)
+    heads = MarkovHeads(medusa, MarkovSizes(16, lm_head.vocab_size, len(lm_head.token_ids)))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    for part in (heads.embedding, *heads.biases):
+        torch.nn.init.normal_(part.weight, std=0.8)
+    return heads.eval().requires_grad_(False)
+
+
+def markov_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: int | None = None) -> MarkovDrafter:
+    """draft_vocab: as ``medusa_drafter`` takes it."""
+    token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
+    lm_head = DraftLmHead(output_head(model), token_ids)
+    return MarkovDrafter(random_markov(lm_head), lm_head, coupling=coupling, eos_token_ids=(EOS,))

@@ -1,7 +1,7 @@
-"""How the block of an MTP module is computed over the base model's KV cache: the interface, and torch's way.
+"""How heads that know the drafted tokens are computed: the interface, and torch's way for the block of an MTP module.
 
 A *pass* is one round of drafting for some requests: it begins with what they have committed and goes down depth by
-depth. What the block stores of drafted tokens lives for the pass alone.
+depth. What a block stores of drafted tokens lives for the pass alone.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DraftPass(Protocol):
 
 
 class DraftBlock(Protocol):
-    """An MTP module ready to draft."""
+    """Heads ready to draft: the block of an MTP module over the base model's KV cache, or others."""
 
     def begin(self, requests: Sequence[Committed]) -> DraftPass:
         """Starts a pass; the one before is over."""

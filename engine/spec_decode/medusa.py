@@ -38,7 +38,7 @@ class _RequestState:
 class MedusaDrafter:
     """See the module's docstring. ``method`` is "medusa"."""
 
-    method = "medusa"
+    method = MedusaHeads.method
     needs_hidden = True
     hidden_layers: tuple[int, ...] = ()
     max_extra_rows = 0

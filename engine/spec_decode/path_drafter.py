@@ -8,9 +8,10 @@ grows its trees alike).
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -22,10 +23,13 @@ from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRank
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.config import Calibration
 from heads.lm_head import DraftLmHead
+from heads.loss import DraftHeads
 from heads.mtp import MtpModule
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
+
+HeadsT = TypeVar("HeadsT", bound=DraftHeads)
 
 _BEAM = 8  # nodes of a request that get children at one depth
 _CHILDREN = 8  # of a node at most
@@ -65,36 +69,40 @@ class _Growing:
         return [self.rows[step] for step in (ROOT, *self.tree.ancestors(node))]
 
 
-class MtpDrafter:
-    """See the module's docstring. ``method`` is "mtp"."""
+class PathDrafter(ABC, Generic[HeadsT]):
+    """See the module's docstring. One kind of heads is a ``method`` and its ``DraftBlock``."""
 
-    method = "mtp"
+    method: str
     needs_hidden = True
     hidden_layers: tuple[int, ...] = ()
     max_extra_rows = 0
 
     def __init__(
         self,
-        module: MtpModule,
+        heads: HeadsT,
         lm_head: DraftLmHead,
         *,
         calibration: Calibration | None = None,
         coupling: bool = True,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        self._module = module
+        self._heads = heads
         self._lm_head = lm_head
         self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)
-        self._calibrations = Calibrations(module.num_heads, calibration)
+        self._calibrations = Calibrations(heads.num_heads, calibration)
         self._requests: dict[str, _RequestState] = {}
         self._block: DraftBlock | None = None
-        self._seconds: dict[int, float] = {}  # of a pass, by the bit length of its rows
-        self._best_rate = [0.5] * (module.num_heads + 1)  # of a node's likeliest child, by depth
+        self._seconds: dict[int, float] = {}  # of a depth below the first, by the bit length of its rows
+        self._best_rate = [0.5] * (heads.num_heads + 1)  # of a node's likeliest child, by depth
 
     def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
-        """Packs the module over the runner's cache: afterwards it cannot be trained or saved any more."""
+        """Packs the heads: afterwards they cannot be trained or saved any more."""
         self._ranking.compute = compute
-        self._block = runner.make_block(self._module, self._lm_head)
+        self._block = self._make_block(compute, runner)
+
+    @abstractmethod
+    def _make_block(self, compute: HeadCompute, runner: ModelRunner) -> DraftBlock:
+        """What the heads are computed with."""
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
@@ -118,7 +126,7 @@ class MtpDrafter:
         return state
 
     def _grow(self, growing: Sequence[_Growing], drafting: DraftPass) -> None:
-        for depth in range(1, self._module.num_heads + 1):
+        for depth in range(1, self._heads.num_heads + 1):
             for one in growing:
                 if depth > one.context.max_depth:
                     one.front = []
@@ -126,7 +134,8 @@ class MtpDrafter:
                 return
             began = time.perf_counter()
             rows = self._descend(growing, drafting, depth)
-            self._note_seconds(rows, time.perf_counter() - began)
+            if depth > 1:  # the first is never weighed, and may cost more: heads that know it all begin there
+                self._note_seconds(rows, time.perf_counter() - began)
             for one in growing:
                 one.front = self._next_front(one, depth)
 
@@ -194,6 +203,7 @@ class MtpDrafter:
 
     def extend(self, context: DraftContext, tree: DraftTree) -> None:
         """Nothing: below the others' nodes it would take another pass."""
+        return
 
     def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
         return None
@@ -214,3 +224,12 @@ class MtpDrafter:
 
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
+
+
+class MtpDrafter(PathDrafter[MtpModule]):
+    """An MTP module, over the runner's own KV cache."""
+
+    method = MtpModule.method
+
+    def _make_block(self, compute: HeadCompute, runner: ModelRunner) -> DraftBlock:
+        return runner.make_block(self._heads, self._lm_head)

@@ -27,7 +27,7 @@ from server.training.selection import training_prompts
 from server.version import VERSION
 
 if TYPE_CHECKING:
-    from engine.head_training import TrainReport
+    from engine.train_job import TrainReport
 
 
 # One parameter an option: that is how typer is told of them.
@@ -37,7 +37,7 @@ def train(
         str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Kind of heads: medusa or mtp.  \\[default: that of --from, or medusa]")
+        str | None, typer.Option(help="Kind of heads: medusa, markov or mtp.  \\[default: that of --from, or medusa]")
     ] = None,
     start_from: Annotated[
         str | None, typer.Option("--from", help="Heads to train further instead of new ones.", metavar="DIR")
@@ -78,7 +78,8 @@ def _train(settings: TrainConfig, out: Path) -> TrainReport:
     prompts = training_prompts(settings.prompts)
     threads.configure(settings.engine.num_threads)  # before anything imports torch
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    from engine.head_training import TrainJob, train_heads
+    from engine.head_training import train_heads
+    from engine.train_job import TrainJob
     from server.training.material import make_material
 
     model, engine, training = settings.to_engine_settings()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from engine.head_training import Material
+from engine.train_job import Material
 from server.errors import ApiError
 from server.tokenizer import Tokenizer, TokenizerLoadError
 from server.training.prompts import Prompt, PromptError

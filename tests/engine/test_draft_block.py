@@ -1,4 +1,5 @@
-"""An MTP module over the engine's own KV cache computes what it computed in training."""
+"""Heads that know the drafted tokens compute in the engine what they computed in training: an MTP module over the
+engine's own KV cache, Markov heads beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from compiled_engine import backend as compiled_backend
 from compiled_models import random_model
 from tiny_engine import VOCAB, as_loaded, tiny_model
-from tiny_heads import random_mtp
+from tiny_heads import random_markov, random_mtp
 from transformers import PreTrainedModel
 
 from engine.backend import Backend, RunnerNeeds, TransformersBackend
@@ -21,7 +22,9 @@ from engine.model_runner import ModelRunner
 from engine.request import Request
 from engine.sampling_params import EngineRequest, SamplingParams
 from engine.scheduler import ScheduledRequest
+from engine.spec_decode.candidates import PlainHeadCompute
 from engine.spec_decode.draft_block import Committed, DepthRows
+from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.tree import DraftTree
 from heads.batch import make_batch
 from heads.data import Answer, Ask
@@ -99,3 +102,37 @@ def test_drafting_computes_what_training_did(kind: str, family: str) -> None:
             wanted = expected[depth - 1][row]
             # Contexts are kept in half precision.
             assert torch.allclose(logits[owner * step], wanted, atol=0.02 * float(wanted.abs().max())), (depth, owner)
+
+
+@pytest.mark.parametrize("kind", ["plain", "float", "int8"])
+@torch.inference_mode()
+def test_markov_heads_draft_what_they_were_trained_to(kind: str) -> None:
+    """Two of three requests draft; beside each right token a wrong one, whose row gets the bias of the wrong token."""
+    model = random_model("llama")
+    lm_head = DraftLmHead(output_head(model), torch.arange(0, VOCAB, 2))
+    heads = random_markov(lm_head, DEPTHS)
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, VOCAB - 1, (20,), generator=draw).tolist()
+    states = torch.randn(20, heads.hidden_size, generator=draw)
+    compute = PlainHeadCompute() if kind == "plain" else compiled_backend("llama", kind == "int8").head_compute
+    drafter = MarkovDrafter(copy.deepcopy(heads), copy.deepcopy(lm_head))
+    drafter.prepare(compute, None)  # type: ignore[arg-type]
+    assert drafter._block is not None
+    drafting = drafter._block.begin([Committed([0], row) for row in (4, 0, 13)])
+    at, before = {0: 4, 2: 13}, states[[4, 13]]  # rows of the answer that the requests have come to, by owner
+    for depth in range(1, DEPTHS + 1):
+        pairs = []
+        for owner, row in at.items():
+            right = tokens[row + depth - 1]
+            pairs += [(owner, right)] if depth == 1 else [(owner, right), (owner, (right + 1) % VOCAB)]
+        given = before if depth == 1 else before.repeat_interleave(2, 0)
+        owners, drafted = [owner for owner, _ in pairs], [token for _, token in pairs]
+        _, logits = drafting.run(DepthRows(given, drafted, owners, [[0]] * len(pairs), depth))
+        for (owner, token), found in zip(pairs, logits, strict=True):
+            text = list(tokens)
+            text[at[owner] + depth - 1] = token
+            batch = make_batch([Answer(Ask((1,), 0.0, 0), tuple(text), states)], lm_head)
+            output = list(heads.outputs(batch))[depth - 1]
+            wanted = heads.logits(lm_head, output, depth)[at[owner]]
+            atol = 0.05 if kind == "int8" else 1e-4
+            assert torch.allclose(found, wanted, atol=atol * float(wanted.abs().max())), (depth, owner, token)

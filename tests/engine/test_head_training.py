@@ -16,12 +16,17 @@ from filelock import FileLock
 from tiny_engine import EOS, VOCAB
 from tiny_folder import write_tiny_model
 
-from engine.config import EngineConfig, ModelConfig, TrainingConfig
+from engine.assembly import make_drafters
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig, TrainingConfig
 from engine.distill import AnswerGenerator
 from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
-from engine.head_training import WORK, Material, TrainJob, TrainReport, draft_vocab, train_heads
+from engine.first_heads import draft_vocab
+from engine.head_training import WORK, train_heads
+from engine.loading import load_model
+from engine.train_job import Material, TrainJob, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
 from heads.data import Answer, AnswerStore, Ask, held_out
+from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
 from heads.settings import AnswerSettings, TrainSettings
 from heads.train import CHECKPOINT_FILE
@@ -246,6 +251,45 @@ def test_an_mtp_module_is_trained_on_what_the_model_knew_of_the_text(model: Path
         train_heads(mtp, Watched())
 
 
+def test_markov_heads_are_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:
+    """Further with their own rank and draft vocabulary, whatever the settings and the answers say."""
+    first = changed(dataclasses.replace(job(model, tmp_path / "first"), method="markov"), rank=8)
+    report = train_heads(first, Watched())
+    before = load_heads(tmp_path / "first")
+    assert isinstance(before.heads, MarkovHeads)
+    assert (before.config.method, before.config.num_heads, before.config.rank) == ("markov", 2, 8)
+    assert before.token_ids is not None
+    assert len(before.token_ids) == 50
+    assert bool(before.heads.embedding.weight.any()), "the bias was trained"
+    assert len(report.accuracy) == 2
+    assert report.acceptance_length >= 1.0
+    drafters = make_drafters(
+        SpeculationConfig(heads=str(tmp_path / "first")),
+        load_model(ModelConfig(str(model)), torch.device("cpu"), torch.float32, lambda _: None),
+    )
+    assert drafters.methods == ("suffix", "markov")
+    other = Material(prompts(80, seed=2), [EOS])
+    further = dataclasses.replace(job(model, tmp_path / "second", other), start_from=tmp_path / "first")
+    train_heads(changed(further, learning_rate=1e-9, rank=4, draft_vocab=20), Watched())
+    after = load_heads(tmp_path / "second")
+    assert (after.config.method, after.config.rank) == ("markov", 8)
+    assert after.token_ids is not None
+    assert torch.equal(after.token_ids, before.token_ids)
+    start = before.heads.state_dict()
+    assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
+    assert yaml.safe_load((tmp_path / "second" / "run.yaml").read_text())["training"]["draft_vocab"] == 50
+
+
+def test_markov_heads_may_draft_the_whole_vocabulary(model: Path, tmp_path: Path) -> None:
+    whole = changed(dataclasses.replace(job(model, tmp_path / "out"), method="markov"), draft_vocab=0, epochs=1)
+    train_heads(whole, Watched())
+    found = load_heads(tmp_path / "out")
+    assert found.token_ids is None
+    again = dataclasses.replace(job(model, tmp_path / "again"), start_from=tmp_path / "out")
+    train_heads(changed(again, epochs=1), Watched())
+    assert load_heads(tmp_path / "again").token_ids is None
+
+
 def test_heads_are_trained_further(model: Path, tmp_path: Path) -> None:
     """Method and sizes are theirs, whatever the settings say; a checkpoint of a run from other heads is not gone on
     with."""
@@ -258,6 +302,24 @@ def test_heads_are_trained_further(model: Path, tmp_path: Path) -> None:
     assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
     with pytest.raises(HeadTrainingError, match=r"checkpoint.pt belongs to a run with other"):
         train_heads(changed(job(model, tmp_path / "second"), learning_rate=1e-9), Watched())
+
+
+def test_markov_heads_may_start_from_medusa_heads(model: Path, tmp_path: Path) -> None:
+    """They keep the draft vocabulary, and gain a bias."""
+    train_heads(job(model, tmp_path / "first"), Watched())
+    other = Material(prompts(80, seed=2), [EOS])
+    further = dataclasses.replace(
+        job(model, tmp_path / "second", other), start_from=tmp_path / "first", method="markov"
+    )
+    train_heads(changed(further, learning_rate=1e-9, rank=8), Watched())
+    before, after = load_heads(tmp_path / "first"), load_heads(tmp_path / "second")
+    assert (after.config.method, after.config.rank, after.config.num_heads) == ("markov", 8, 2)
+    assert before.token_ids is not None
+    assert after.token_ids is not None
+    assert torch.equal(after.token_ids, before.token_ids)
+    found = after.heads.state_dict()
+    for name, tensor in before.heads.state_dict().items():
+        assert torch.allclose(found[f"medusa.{name}"], tensor, atol=1e-3)
 
 
 @pytest.mark.parametrize("is_own", [True, False], ids=["own", "shared"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from heads.checkpoint import PRETRAINED, RUN_FILE, WEIGHTS_FILE, load_heads, save_heads
 from heads.config import BaseModel, Calibration, HeadsConfig
 from heads.errors import HeadsError
+from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
 
 CONFIG = HeadsConfig(
@@ -57,6 +59,29 @@ def test_heads_are_loaded_as_they_were_saved(folder: Path) -> None:
         "heads.safetensors",
         "run.yaml",
     ]
+
+
+@pytest.mark.parametrize("is_reduced", [True, False])
+def test_markov_heads_are_loaded_as_they_were_saved(tmp_path: Path, is_reduced: bool) -> None:
+    config = dataclasses.replace(
+        CONFIG, method="markov", rank=4, draft_vocab=CONFIG.draft_vocab if is_reduced else None
+    )
+    heads = MarkovHeads(MedusaHeads(8, 2, 2), MarkovSizes(4, 20, 3 if is_reduced else 20))
+    save_heads(tmp_path, heads, config, torch.tensor([1, 4, 19]) if is_reduced else None, "")
+    loaded = load_heads(tmp_path)
+    assert loaded.config == config
+    assert isinstance(loaded.heads, MarkovHeads)
+    stored = load_file(tmp_path / WEIGHTS_FILE)
+    assert {name: tuple(tensor.shape) for name, tensor in stored.items() if "heads" not in name} == {
+        "embedding.weight": (20, 4),
+        "biases.0.weight": (3 if is_reduced else 20, 4),
+        "biases.1.weight": (3 if is_reduced else 20, 4),
+    }
+    for name, parameter in loaded.heads.state_dict().items():
+        assert torch.equal(parameter, stored[name].float())
+    edit(rank=5)(tmp_path)
+    with pytest.raises(HeadsError, match=r"biases\.0\.weight is \d+x4, should be \d+x5"):
+        load_heads(tmp_path)
 
 
 @pytest.mark.parametrize("shipped", sorted(PRETRAINED.glob("*/")), ids=lambda path: path.name)
@@ -107,7 +132,9 @@ NAME = "heads.0.0.linear.weight"
         (write("config.json", "{"), "is not JSON"),
         (write("config.json", "[]"), "does not describe headlong's heads"),
         (edit(format="other"), "format: 'headlong' was expected"),
-        (edit(method="eagle"), "'eagle'; known are medusa and mtp"),
+        (edit(method="eagle"), "'eagle'; known are medusa, markov and mtp"),
+        (edit(method="markov"), "of markov heads needs the rank"),
+        (edit(method="markov", rank=0), "rank: 0 is less than"),
         (edit(num_heads="two"), "num_heads: 'two' is not of type"),
         (edit(num_heads=0), "num_heads: 0 is less than"),
         (edit(draft_vocab="../other.json"), "draft_vocab"),

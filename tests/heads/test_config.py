@@ -38,6 +38,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     sizes = MtpSizes("base", 48, 4, 2, 8, 1e-6)
     mtp = HeadsConfig("mtp", 5, 8, 20, BaseModel("tiny", "d"), mtp=sizes)
     assert read(tmp_path, mtp.to_json()) == mtp
+    markov = HeadsConfig("markov", 5, 8, 20, BaseModel("tiny", "d"), rank=64)
+    assert read(tmp_path, markov.to_json()) == markov
 
 
 def test_keys_that_may_be_left_out(tmp_path: Path) -> None:

@@ -1,0 +1,56 @@
+"""What a training run is told, and what it says."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from engine.config import EngineConfig, ModelConfig, TrainingConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Material:
+    """prompts: token ids, chat template included. always_drafted: ids that a reduced draft vocabulary must hold."""
+
+    prompts: Sequence[tuple[int, ...]]
+    always_drafted: Sequence[int]
+
+
+class Watch(Protocol):
+    """Who is told how far a run is."""
+
+    def line(self, text: str) -> None:
+        """Something that takes seconds begins."""
+        ...
+
+    def advance(self, stage: str, done: int, total: int, note: str) -> None:
+        """``done`` of ``total`` units of a stage."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml. method:
+    "medusa", "markov" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further,
+    whose sizes go before those of the settings; markov heads may start from medusa ones."""
+
+    model: ModelConfig
+    folder: Path
+    material: Callable[[Path], Material]
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    settings: TrainingConfig = field(default_factory=TrainingConfig)
+    run: Mapping[str, Any] = field(default_factory=dict)
+    method: str | None = None
+    start_from: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """positions, accuracy: on held-out answers (``heads.evaluate``). acceptance_length: of these heads alone, greedy,
+    on held-out prompts."""
+
+    positions: int
+    accuracy: Sequence[Mapping[int, float]]
+    acceptance_length: float
