@@ -16,8 +16,9 @@ Facts = Mapping[str, Any]
 def data_card(run: Facts) -> str:
     """Markdown. run: the content of run.yaml."""
     data = run.get("data", {})
+    table, chosen = _sources(run, data), [*_selection(run, data), *_languages(run)]
     sections = {
-        "Prompts": [*_sources(run, data), *_selection(run, data), *_languages(run)],
+        "Prompts": [*table, *([""] if table and chosen else []), *chosen],
         "Answers": _answers(run, data),
         "Split": _split(data),
         "Made with": _versions(run),
@@ -49,7 +50,7 @@ def _sources(run: Facts, data: Facts) -> list[str]:
         return []
     table = [_row([columns[key] for key in shown]), _row(["---"] * len(shown))]
     table += [_row([_cell(row.get(key)) for key in shown]) for row in sorted(rows, key=lambda row: str(row["source"]))]
-    return [*table, ""]
+    return table
 
 
 def _row(cells: Sequence[str]) -> str:
