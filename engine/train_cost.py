@@ -118,7 +118,7 @@ def tell(found: Cost, work: Workload, machine: Machine) -> Iterator[str]:
     )
     yield (
         f"It takes up to {_size(found.disk)} on disk ({_size(machine.free)} free) and about "
-        f"{_size(machine.used + found.held)} of memory"
+        f"{_size(machine.used + found.held)} of main memory"
     )
     if machine.is_cpu and found.seconds > LONG:
         yield (

@@ -66,7 +66,7 @@ def test_what_is_told() -> None:
     assert lines == [
         "Estimate from a measured slice: answers 1.5 min, training 10 min, in all 12 min from here; "
         "the test at the end is not counted",
-        "It takes up to 2 MB on disk (30.0 GB free) and about 2.0 GB of memory",
+        "It takes up to 2 MB on disk (30.0 GB free) and about 2.0 GB of main memory",
     ]
     assert "contexts 0.5 min" in next(tell(found, dataclasses.replace(WORK, context=6), machine))
 
