@@ -106,7 +106,7 @@ def _answers(run: Facts, data: Facts) -> list[str]:
     temperatures = ", ".join(f"{one:g}" for one in settings["temperatures"])
     lines = [
         f"- Written by {model['name']} (digest `{model['digest']}`), runner {computed['runner']}, quantization "
-        f"{computed['quantization']}, in its own chat template.",
+        f"{computed['quantization']}, in its chat template where it has one.",
         f"- Every other prompt greedily, the others at temperatures {temperatures} in turn; at most "
         f"{settings['max_tokens']} tokens each, {settings['tokens']} wanted in all.",
     ]
