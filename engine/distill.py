@@ -21,7 +21,7 @@ from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
 from engine.spec_decode.draft_block import DraftBlock
-from heads.data import Answer, Ask, LoopDetector
+from heads.data import LOOP_REPEATS, LOOP_SIZE, Answer, Ask, LoopDetector
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 from heads.settings import AnswerSettings
@@ -110,7 +110,8 @@ class AnswerGenerator:
 
     def _answer(self, name: str, one: _Writing) -> Answer:
         tokens = tuple(one.tokens[: one.length])
-        return Answer(one.ask, tokens, torch.stack(self.recorder.states[name][: len(tokens)]))
+        states = torch.stack(self.recorder.states[name][: len(tokens)])
+        return Answer(one.ask, tokens, states, was_cut=one.length is not None)
 
 
 def make_asks(prompts: Sequence[Sequence[int]], settings: AnswerSettings, seed: int) -> list[Ask]:
@@ -133,4 +134,5 @@ def answer_plan(backend: Backend, asks: Sequence[Ask], settings: AnswerSettings)
         "asks": digest.hexdigest(),
         "max_tokens": settings.max_tokens,
         "shard_size": settings.shard_size,
+        "loops_left_out": f"{LOOP_REPEATS} times {LOOP_SIZE} tokens",
     }

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
-import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
-import transformers
 import yaml
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
@@ -23,6 +20,7 @@ from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
 from engine.config import EngineSettings, SpeculationConfig
 from engine.contexts import ContextReader, add_contexts
+from engine.data_card import DATA_CARD, data_card
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
@@ -34,12 +32,16 @@ from engine.loading.mtp import attach_base
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.head_drafters import head_drafter
+from engine.train_estimate import Estimated, Estimator, Parts
 from engine.train_job import Material, TrainJob, TrainReport, Watch
+from engine.train_record import Result, run_facts
+from engine.training_data import split
 from heads.checkpoint import DRAFT_VOCAB_FILE, Heads, LoadedHeads, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
-from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
+from heads.data import Answer, AnswerStore, Ask, Collected, collect
 from heads.errors import HeadsError
-from heads.evaluate import Evaluation, evaluate
+from heads.evaluate import evaluate
+from heads.files import replace_file
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
@@ -57,10 +59,30 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 
     Raises ModelLoadError for the model, HeadTrainingError for settings, prompts or files that cannot be used.
     """
+    with _at_work(job):
+        run = _prepare(job, watch)
+        _collect(run, watch)
+        return _train(run, watch)
+
+
+def estimate(job: TrainJob, watch: Watch) -> None:
+    """Tells ``watch`` what ``train_heads`` would cost from where it stands, and stops. Whole shards of answers written
+    on the way stay. Raises as ``train_heads`` does."""
+    with _at_work(job):
+        run = _prepare(job, watch)
+        try:
+            _collect(run, watch, stops=True)
+        except Estimated:
+            return
+
+
+@contextmanager
+def _at_work(job: TrainJob) -> Iterator[None]:
+    """Alone in the folder, and with every failure as one of the two that are announced."""
     try:
         (job.folder / WORK).mkdir(parents=True, exist_ok=True)
         with FileLock(job.folder / WORK / "lock", timeout=0):
-            return _train_heads(job, watch)
+            yield
     except Timeout as error:
         raise HeadTrainingError(f"another run is at work in {job.folder}") from error
     except (HeadsError, RequestFailedError) as error:
@@ -69,43 +91,45 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
         raise HeadTrainingError(f"{job.folder} cannot be written or read: {error}") from error
 
 
-def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A run before its first answer. job: with the method and sizes of the heads it starts from."""
+
+    job: TrainJob
+    start: LoadedHeads | None
+    backend: Backend
+    head: OutputHead
+    heads: Heads
+    material: Material
+    asks: Sequence[Ask]
+    store: AnswerStore
+
+
+def _prepare(job: TrainJob, watch: Watch) -> _Run:
     start = None if job.start_from is None else load_heads(job.start_from)
     job = sized_as_start(job, start)
     backend, head, heads = _load(job, start, watch)
-    loaded = backend.loaded
-    material = job.material(loaded.path)
-    asks = _asks(job, loaded, material)
+    material = job.material(backend.loaded.path)
+    asks = _asks(job, backend.loaded, material)
     store = AnswerStore(job.folder / WORK / "answers", answer_plan(backend, asks, job.settings.answers))
-    _collect(job, backend, store, asks, watch)
-    answers = [answer for answer in _read(job, backend, store, watch) if len(answer.tokens) > 1]
-    seen = [answer for answer in answers if not answer.is_held_out]
-    kept = [answer for answer in answers if answer.is_held_out]
-    if not seen or not kept:
-        raise HeadTrainingError(
-            f"{len(answers)} answers are too few to train on some and test on others; give more prompts"
-        )
-    lm_head = DraftLmHead(head, drafted_tokens(job, start, seen, material, len(head.weight)))
-    train(heads, lm_head, seen, job.settings.training, job.folder / WORK, _reporting(watch))
+    return _Run(job, start, backend, head, heads, material, asks, store)
+
+
+def _train(run: _Run, watch: Watch) -> TrainReport:
+    job, heads = run.job, run.heads
+    data = split(_read(run, watch), run.asks, run.material)
+    drafted = drafted_tokens(job, run.start, data.seen, run.material, len(run.head.weight))
+    lm_head = DraftLmHead(run.head, drafted)
+    train(heads, lm_head, data.seen, job.settings.training, job.folder / WORK, _reporting(watch))
     watch.line("Testing on held-out answers")
-    greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
-    result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
+    greedy = [answer for answer in data.kept if answer.ask.temperature == 0.0] or data.kept
+    result = Result(run.backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), data)
     tau = _baseline(job, result, [answer.ask.prompt for answer in greedy])
+    facts = run_facts(job, result, tau, run.start)
+    replace_file(job.folder / DATA_CARD, data_card(facts))
     token_ids = lm_head.token_ids if lm_head.is_reduced else None
-    save_heads(job.folder, heads, _config(job, result, tau), token_ids, _run_yaml(job, result, tau))
+    save_heads(job.folder, heads, _config(job, result, tau), token_ids, yaml.safe_dump(facts, sort_keys=False))
     return TrainReport(result.evaluation.positions, result.evaluation.accuracy, tau)
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """What training gave. seen, kept: the answers trained on and held out."""
-
-    backend: Backend
-    heads: Heads
-    lm_head: DraftLmHead
-    evaluation: Evaluation
-    seen: Sequence[Answer]
-    kept: Sequence[Answer]
 
 
 def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
@@ -121,15 +145,16 @@ def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backe
     return backend, head, heads
 
 
-def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
+def _read(run: _Run, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
+    job, store = run.job, run.store
     shards = range(len(store))
     if job.method != MtpModule.method:
         return store.read_all()
 
     def make_reader() -> ContextReader:
         longest = max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
-        return ContextReader(backend, longest, job.engine.block_size)
+        return ContextReader(run.backend, longest, job.engine.block_size)
 
     add_contexts(store, len(shards), make_reader, lambda done: watch.advance("contexts", done, len(shards), ""))
     return [answer for index in shards for answer in store.read_with_contexts(index)]
@@ -145,28 +170,36 @@ def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
     return make_asks(prompts, job.settings.answers, job.settings.training.seed)
 
 
-def _collect(job: TrainJob, backend: Backend, store: AnswerStore, asks: Sequence[Ask], watch: Watch) -> None:
-    generator = _Generator(job, backend, watch)
+def _collect(run: _Run, watch: Watch, stops: bool = False) -> None:
+    """Answers, and on the way the estimate of what the run costs. Raises Estimated after it, if it ``stops`` then."""
+    settings = run.job.settings.answers
+    parts = Parts(run.backend, run.head, run.heads, run.store, run.asks)
+    drafted = drafted_tokens(run.job, run.start, (), run.material, len(run.head.weight))
+    estimator = Estimator(run.job, parts, watch, stops)
+    estimator.measure(DraftLmHead(run.head, drafted))
+    generator = _Generator(run.job, run.backend, watch, estimator)
 
     def progress(done: Collected) -> None:
-        generator.stored, total = done.tokens, job.settings.answers.tokens
+        generator.stored, total = done.tokens, settings.tokens
         watch.advance("answers", min(done.tokens, total), total, f"{done.answers} answers")
 
     collect(
-        store,
-        asks,
+        run.store,
+        run.asks,
         generator,
-        shard_size=job.settings.answers.shard_size,
-        target_tokens=job.settings.answers.tokens,
+        shard_size=settings.shard_size,
+        target_tokens=settings.tokens,
         progress=progress,
     )
+    estimator.finish()
 
 
 class _Generator:
     """Builds the engine when the first answer is wanted: a resumed run may need none."""
 
-    def __init__(self, job: TrainJob, backend: Backend, watch: Watch) -> None:
+    def __init__(self, job: TrainJob, backend: Backend, watch: Watch, estimator: Estimator) -> None:
         self.stored = 0
+        self._estimator = estimator
         self._job = job
         self._backend = backend
         self._watch = watch
@@ -177,6 +210,7 @@ class _Generator:
         if self._generator is None:
             self._generator = self._build()
         self._shard_tokens = 0
+        self._estimator.begin_shard()
         return self._generator(asks)
 
     def _build(self) -> AnswerGenerator:
@@ -201,6 +235,7 @@ class _Generator:
         self._shard_tokens += tokens
         done, total = self.stored + self._shard_tokens, self._job.settings.answers.tokens
         self._watch.advance("answers", min(done, total), total, "")
+        self._estimator.count(tokens)
 
 
 def _reporting(watch: Watch) -> Callable[[Progress], None]:
@@ -211,9 +246,9 @@ def _reporting(watch: Watch) -> Callable[[Progress], None]:
     return report
 
 
-def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
+def _config(job: TrainJob, result: Result, tau: float) -> HeadsConfig:
     loaded, heads = result.backend.loaded, result.heads
-    short = [answer.ask.prompt for answer in result.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
+    short = [answer.ask.prompt for answer in result.data.kept if len(answer.ask.prompt) <= _SELF_TEST_LENGTH]
     return HeadsConfig(
         method=heads.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
@@ -225,8 +260,8 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
         base_model=BaseModel(loaded.name, loaded.digest),
         draft_vocab=DRAFT_VOCAB_FILE if result.lm_head.is_reduced else None,
         trained={
-            "tokens": sum(len(answer.tokens) for answer in result.seen),
-            "dataset_digest": dataset_digest(result.seen),
+            "tokens": result.data.facts["training_tokens"],
+            "dataset_digest": result.data.facts["dataset_digest"],
         },
         baseline={HELD_OUT: round(tau, 3)},
         calibration=result.evaluation.calibration,
@@ -234,7 +269,7 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     )
 
 
-def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]) -> float:
+def _baseline(job: TrainJob, result: Result, prompts: Sequence[tuple[int, ...]]) -> float:
     """Acceptance length of the heads alone on held-out prompts, greedy, every proposed node verified."""
     heads, lm_head = copy.deepcopy((result.heads, result.lm_head))  # serving packs them
     drafter = head_drafter(heads, lm_head, calibration=result.evaluation.calibration)
@@ -242,36 +277,3 @@ def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]
     core = assemble(result.backend, settings, lambda _: None, [drafter], measures_steps=False).core
     sampling = SamplingParams(temperature=0.0, max_tokens=min(_BASELINE_TOKENS, job.settings.answers.max_tokens))
     return measure_acceptance(core, prompts[:_BASELINE_PROMPTS], sampling).length
-
-
-def _run_yaml(job: TrainJob, result: _Result, tau: float) -> str:
-    """How these heads were made, for whoever wants to make them again."""
-    facts = {
-        **job.run,
-        "method": job.method,
-        "model": {"path": job.model.path, "name": result.backend.loaded.name, "digest": result.backend.loaded.digest},
-        "computed": {"runner": result.backend.name, "quantization": result.backend.quantization},
-        "answers": dataclasses.asdict(job.settings.answers),
-        "training": dataclasses.asdict(job.settings.training),
-        "data": {
-            "answers": len(result.seen) + len(result.kept),
-            "training_tokens": sum(len(answer.tokens) for answer in result.seen),
-            "held_out_tokens": sum(len(answer.tokens) for answer in result.kept),
-            "dataset_digest": dataset_digest(result.seen),
-        },
-        "result": {
-            "held_out_positions": result.evaluation.positions,
-            "accuracy": [
-                {f"top_{count}": round(share, 4) for count, share in depth.items()}
-                for depth in result.evaluation.accuracy
-            ],
-            "acceptance_length": {HELD_OUT: round(tau, 3)},
-        },
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-    }
-    text: str = yaml.safe_dump(json.loads(json.dumps(facts)), sort_keys=False)
-    return text

@@ -12,10 +12,12 @@ from engine.config import EngineConfig, ModelConfig, TrainingConfig
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """prompts: token ids, chat template included. always_drafted: ids that a reduced draft vocabulary must hold."""
+    """prompts: token ids, chat template included. always_drafted: ids that a reduced draft vocabulary must hold.
+    sources: what each prompt is counted under; empty where they came without."""
 
     prompts: Sequence[tuple[int, ...]]
     always_drafted: Sequence[int]
+    sources: Sequence[str] = ()
 
 
 class Watch(Protocol):

@@ -13,7 +13,7 @@ import itertools
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,12 +60,13 @@ class Context:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """tokens: what the model wrote. states: [len(tokens), hidden], ``states[i]`` chose ``tokens[i]``. context: where
-    the heads to be trained attend to one."""
+    the heads to be trained attend to one. was_cut: a loop that it ended in is left out."""
 
     ask: Ask
     tokens: tuple[int, ...]
     states: torch.Tensor
     context: Context | None = None
+    was_cut: bool = False
 
     @property
     def is_held_out(self) -> bool:
@@ -119,6 +120,7 @@ class AnswerStore:
             "prompt_lengths": torch.tensor([len(a.ask.prompt) for a in answers], dtype=torch.int32),
             "temperatures": torch.tensor([a.ask.temperature for a in answers], dtype=torch.float64),
             "seeds": torch.tensor([a.ask.seed for a in answers], dtype=torch.int64),
+            "was_cut": torch.tensor([a.was_cut for a in answers], dtype=torch.bool),
         }
         partial = self._shard(index).with_suffix(".partial")
         save_file(tensors, partial)
@@ -133,8 +135,10 @@ class AnswerStore:
         prompts = data["prompts"].split(data["prompt_lengths"].tolist())
         asks = zip(prompts, data["temperatures"].tolist(), data["seeds"].tolist(), strict=True)
         return [
-            Answer(Ask(tuple(prompt.tolist()), temperature, seed), tuple(ids.tolist()), rows)
-            for (prompt, temperature, seed), ids, rows in zip(asks, tokens, states, strict=True)
+            Answer(Ask(tuple(prompt.tolist()), temperature, seed), tuple(ids.tolist()), rows, was_cut=was_cut)
+            for (prompt, temperature, seed), ids, rows, was_cut in zip(
+                asks, tokens, states, data["was_cut"].tolist(), strict=True
+            )
         ]
 
     def has_contexts(self, index: int) -> bool:
@@ -225,6 +229,23 @@ def collect(
     return done
 
 
+def first_of_each(answers: Iterable[Answer]) -> list[Answer]:
+    """Without answers that were given before word for word, whatever they were asked: on both sides of the split they
+    would be trained on and tested on."""
+    first: dict[tuple[int, ...], Answer] = {}
+    for answer in answers:
+        first.setdefault(answer.tokens, answer)
+    return list(first.values())
+
+
+def prompts_digest(answers: Sequence[Answer]) -> str:
+    """Hex SHA-256 over the prompts, in order."""
+    digest = hashlib.sha256()
+    for answer in answers:
+        digest.update(f"{answer.ask.prompt}\n".encode())
+    return digest.hexdigest()
+
+
 def dataset_digest(answers: Sequence[Answer]) -> str:
     """Hex SHA-256 over prompts and answers, to tell what heads were trained on."""
     digest = hashlib.sha256()
@@ -233,13 +254,16 @@ def dataset_digest(answers: Sequence[Answer]) -> str:
     return digest.hexdigest()
 
 
+LOOP_SIZE, LOOP_REPEATS = 8, 3
+
+
 class LoopDetector:
     """Tells, token by token, when an n-gram of ``size`` tokens has occurred ``repeats`` times.
 
     A small greedy model falls into loops, which any drafter predicts: training on them would flatter the figures.
     """
 
-    def __init__(self, size: int = 8, repeats: int = 3) -> None:
+    def __init__(self, size: int = LOOP_SIZE, repeats: int = LOOP_REPEATS) -> None:
         self.size = size
         self._recent: deque[int] = deque(maxlen=size)
         self._repeats = repeats
@@ -255,7 +279,7 @@ class LoopDetector:
         return self._seen[gram] >= self._repeats
 
 
-def first_loop(tokens: Sequence[int], size: int = 8, repeats: int = 3) -> int | None:
+def first_loop(tokens: Sequence[int], size: int = LOOP_SIZE, repeats: int = LOOP_REPEATS) -> int | None:
     """Length of the part before a ``LoopDetector`` speaks up: without the n-gram that did; None if it never does."""
     detector = LoopDetector(size, repeats)
     return next((end - size for end, token in enumerate(tokens, start=1) if detector.add(token)), None)

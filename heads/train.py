@@ -6,12 +6,14 @@ is killed and started again ends with the same weights as one that was not.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import json
 import math
 import os
 import random
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from heads.settings import TrainSettings
 
 CHECKPOINT_FILE = "checkpoint.pt"
 LOG_FILE = "train.jsonl"
+_WARM_STEPS, _TIMED_STEPS, _TIMED_SECONDS = 2, 20, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,33 @@ def train(
         if done.step % settings.checkpoint_steps == 0 or done.step == len(plan):
             run.save(done.step)
         progress(done)
+
+
+def training_rate(
+    heads: TrainableHeads,
+    lm_head: DraftLmHead,
+    answers: Sequence[Answer],
+    settings: TrainSettings,
+    clock: Callable[[], float] = time.monotonic,
+) -> float:
+    """Answer tokens a second, measured by training a copy of the heads on the answers, all in one step: up to 20 steps
+    or 10 seconds after two to warm up."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = _Run(copy.deepcopy(heads), settings, Path(folder), "")
+        for _ in range(_WARM_STEPS):
+            run.step(make_batch(answers, lm_head), lm_head, settings.learning_rate)
+        done, elapsed, began = 0, 0.0, clock()
+        while done < _TIMED_STEPS and elapsed < _TIMED_SECONDS:
+            run.step(make_batch(answers, lm_head), lm_head, settings.learning_rate)
+            done, elapsed = done + 1, clock() - began
+    return done * sum(len(answer.tokens) for answer in answers) / max(elapsed, 1e-9)
+
+
+def share_trained(folder: Path) -> float:
+    """How much of a run's steps the log in ``folder`` tells of, 0 to 1."""
+    path = folder / LOG_FILE
+    lines = path.read_text().splitlines() if path.exists() else []
+    return len(lines) / int(json.loads(lines[0])["steps"]) if len(lines) > 1 else 0.0
 
 
 class _Run:

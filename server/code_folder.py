@@ -5,8 +5,10 @@ For ``headlong train --prompts FOLDER`` and ``headlong bench --dataset FOLDER``.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,22 @@ def passages(folder: Path) -> Iterator[Passage]:
             relative = path.relative_to(folder).as_posix()
             for part in _cut(text):
                 yield Passage(relative, LANGUAGES[path.suffix.lower()], part)
+
+
+def folder_digest(folder: Path) -> str:
+    """Hex SHA-256 over the names and texts of the files that are asked about."""
+    digest = hashlib.sha256()
+    for path in _files(folder):
+        text = _text(path)
+        if text is not None:
+            for part in (path.relative_to(folder).as_posix(), text):
+                digest.update(hashlib.sha256(part.encode()).digest())
+    return digest.hexdigest()
+
+
+def folder_languages(folder: Path) -> dict[str, int]:
+    """Passages of each language, most first."""
+    return dict(Counter(passage.language for passage in passages(folder)).most_common())
 
 
 def _files(folder: Path) -> Iterator[Path]:

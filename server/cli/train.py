@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import logging
+import re
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,8 +23,9 @@ from server.cli.failure import BAD_CONFIGURATION, FAILED, fail
 from server.config import load_settings
 from server.config_errors import ConfigError
 from server.training.config import TrainConfig
-from server.training.prompts import Prompt, PromptError
-from server.training.selection import training_prompts
+from server.training.prompts import PromptError
+from server.training.recipe import CHAT_PACKAGE
+from server.training.selection import Selection, training_prompts
 from server.version import VERSION
 
 if TYPE_CHECKING:
@@ -47,6 +49,9 @@ def train(
         typer.Option(help="JSON lines, text or a folder of code; default: the built-in recipe.", metavar="PATH"),
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 300000]")] = None,
+    estimate: Annotated[
+        bool, typer.Option("--estimate", help="Tell what the run would cost from where it stands, and stop.")
+    ] = False,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a key, e.g. training.epochs=2.", metavar="KEY=VALUE")
@@ -62,47 +67,67 @@ def train(
     }
     try:
         settings = load_settings(TrainConfig, config, overrides or (), flags)
-        report = _train(settings, out)
+        report = _train(settings, out, estimate)
     except ConfigError as error:
         fail(str(error), BAD_CONFIGURATION)
     except (ModelLoadError, HeadTrainingError, PromptError) as error:
         fail(str(error), FAILED)
     except MemoryError:
         fail(f"not enough memory to train on {settings.model.path}", FAILED)
+    if report is None:
+        return
     console = Console()
     console.print(_table(report))
     console.print(f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}")
 
 
-def _train(settings: TrainConfig, out: Path) -> TrainReport:
-    prompts = training_prompts(settings.prompts)
+def _train(settings: TrainConfig, out: Path, estimates: bool) -> TrainReport | None:
+    """None when the run is only to be estimated."""
+    selection = training_prompts(settings.prompts)
     threads.configure(settings.engine.num_threads)  # before anything imports torch
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    from engine.head_training import train_heads
+    from engine.head_training import estimate, train_heads
     from engine.train_job import TrainJob
     from server.training.material import make_material
 
     model, engine, training = settings.to_engine_settings()
-    material = functools.partial(make_material, prompts)
+    material = functools.partial(make_material, selection.prompts)
     with Bars() as bars:
-        run = _run(settings, prompts)
+        run = _run(settings, selection)
         start = None if settings.start_from is None else Path(settings.start_from).expanduser()
         job = TrainJob(model, out, material, engine, training, run, settings.method, start)
+        if estimates:
+            estimate(job, bars)
+            return None
         return train_heads(job, bars)
 
 
-def _run(settings: TrainConfig, prompts: Sequence[Prompt]) -> dict[str, Any]:
+def _run(settings: TrainConfig, selection: Selection) -> dict[str, Any]:
     """What run.yaml says beside the engine's own facts."""
-    sources = Counter((prompt.source, prompt.licence) for prompt in prompts)
     return {
-        "command": ["headlong", *sys.argv[1:]],
+        "command": ["headlong", *map(_without_place, sys.argv[1:])],
         "headlong": VERSION,
         "git_commit": _git_commit(),
-        "start_from": settings.start_from,
-        "prompts": [
-            {"source": source, "licence": licence, "prompts": count} for (source, licence), count in sources.items()
-        ],
+        "start_from": None if settings.start_from is None else _without_place(settings.start_from),
+        "packages": _packages(settings),
+        **selection.facts,
     }
+
+
+def _without_place(argument: str) -> str:
+    """An absolute path in it shortened to the last name: heads are given on, and need not tell of a machine."""
+    return re.sub(r"(^|=)(?:~|/|[A-Za-z]:[\\/]).*[\\/](?=[^\\/])", r"\1", argument)
+
+
+def _packages(settings: TrainConfig) -> dict[str, str]:
+    """Versions of the packages that model and prompts came from."""
+    names = [settings.model.path.removeprefix("package:")] if settings.model.path.startswith("package:") else []
+    names += [CHAT_PACKAGE] if settings.prompts.file is None else []
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _git_commit() -> str | None:

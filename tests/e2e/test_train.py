@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import signal
@@ -104,6 +105,7 @@ def trained(folders: Folders) -> Path:
 def test_what_a_run_leaves(trained: Path) -> None:
     assert sorted(path.name for path in trained.iterdir()) == [
         "config.json",
+        "data_card.md",
         "draft_vocab.json",
         "heads.safetensors",
         "run.yaml",
@@ -113,6 +115,13 @@ def test_what_a_run_leaves(trained: Path) -> None:
     assert run["command"][1] == "train"
     assert run["prompts"][0]["source"] == "prompts.jsonl"
     assert run["data"]["training_tokens"] > 4000
+    given = trained.parent / "prompts.jsonl"
+    assert run["given"]["sha256"] == hashlib.sha256(given.read_bytes()).hexdigest()
+    card = (trained / "data_card.md").read_text()
+    assert f"file `prompts.jsonl`, SHA-256 `{run['given']['sha256']}`" in card
+    assert f"| prompts.jsonl | {run['selection']['kept']} | {run['data']['answers']} |" in card
+    for name in ("data_card.md", "run.yaml", "config.json"):
+        assert str(trained.parent) not in (trained / name).read_text(), "what is given on must not tell of a machine"
     assert run["result"]["acceptance_length"]["held-out"] > 1.3
     config = load_heads(trained).config
     assert config.base_model.name == "tiny-model"
@@ -188,6 +197,19 @@ def test_what_cannot_be_done_is_one_line(
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith("headlong: ")
     assert reason in result.stderr.replace("\n", " ")
+
+
+def test_an_estimate_is_told_and_nothing_is_trained(folders: Folders, tmp_path: Path) -> None:
+    out = tmp_path / "estimated"
+    result = subprocess.run(
+        [*train_command(folders, out), "--estimate"], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    assert "Estimate from a measured slice" in result.stderr
+    assert "on disk" in result.stderr
+    assert [path.name for path in out.iterdir()] == [WORK]
+    assert not (out / WORK / LOG_FILE).exists()
 
 
 def test_a_missing_model_is_one_line(folders: Folders, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig, Training
 from engine.distill import AnswerGenerator
 from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
 from engine.first_heads import draft_vocab
-from engine.head_training import WORK, train_heads
+from engine.head_training import WORK, estimate, train_heads
 from engine.loading import load_model
 from engine.train_job import Material, TrainJob, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
@@ -47,9 +47,11 @@ class Watched:
 
     def __init__(self) -> None:
         self.stages: dict[str, list[tuple[int, int]]] = {}
+        self.lines: list[str] = []
 
     def line(self, text: str) -> None:
         assert "\n" not in text
+        self.lines.append(text)
 
     def advance(self, stage: str, done: int, total: int, note: str) -> None:
         self.stages.setdefault(stage, []).append((done, total))
@@ -109,6 +111,9 @@ def test_what_a_run_leaves(done: tuple[Path, TrainReport, Watched], model: Path)
     assert run["data"]["held_out_tokens"] == sum(len(one.tokens) for one in stored if one.is_held_out)
     assert run["data"]["training_tokens"] == found.config.trained["tokens"]
     assert run["command"] == ["headlong"]
+    assert run["data"]["answers_cut_at_a_loop"] == sum(one.was_cut for one in stored)
+    assert run["data"]["prompts_answered"] == 80
+    assert run["data"]["answers"] == run["data"]["training_answers"] + run["data"]["held_out_answers"]
     assert str(model.parent) not in (folder / "config.json").read_text(), "what is given on must not tell of a machine"
 
 
@@ -191,6 +196,43 @@ def test_a_folder_that_cannot_be_used_is_named(model: Path, tmp_path: Path) -> N
     (tmp_path / "heads" / WEIGHTS_FILE).mkdir(parents=True)
     with pytest.raises(HeadTrainingError, match=WEIGHTS_FILE):
         train_heads(job(model, tmp_path / "heads"), Watched())
+
+
+@pytest.mark.parametrize("method", ["medusa", "markov", "mtp"])
+def test_an_estimate_alone_trains_nothing_and_the_run_goes_on_from_it(model: Path, tmp_path: Path, method: str) -> None:
+    watched, whole = Watched(), dataclasses.replace(job(model, tmp_path / "out"), method=method)
+    estimate(whole, watched)
+    (told,) = [line for line in watched.lines if line.startswith("Estimate")]
+    assert ("contexts" in told) == (method == "mtp")
+    assert "answers 0.0 min" in told, "so few are all written before the pace is known"
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [WORK]
+    assert "training" not in watched.stages
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / WORK / "answers").iterdir()}
+    assert len(before) == 5
+    again = Watched()
+    train_heads(whole, again)
+    assert {name: (tmp_path / "out" / WORK / "answers" / name).stat().st_mtime_ns for name in before} == before
+    assert sum(line.startswith("Estimate") for line in again.lines) == 1
+
+
+def test_an_estimate_does_not_change_what_is_trained(done: tuple[Path, TrainReport, Watched], model: Path) -> None:
+    """The slices are of copies, and draw no random numbers of the run."""
+    folder = model.parent / "estimated"
+    estimate(job(model, folder), Watched())
+    train_heads(job(model, folder), Watched())
+    for name in ("heads.safetensors", "config.json", "data_card.md"):
+        assert (folder / name).read_bytes() == (done[0] / name).read_bytes()
+
+
+def test_the_estimate_comes_while_the_first_answers_are_written(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a slow machine: enough is known before the first shard is whole."""
+    monkeypatch.setattr("engine.train_slice._LEAST_SECONDS", 0.0)
+    watched = Watched()
+    estimate(job(model, tmp_path), watched)
+    assert [path.name for path in (tmp_path / WORK / "answers").iterdir()] == ["answers.json"]
+    assert any(line.startswith("Estimate") for line in watched.lines)
 
 
 def test_two_runs_do_not_share_a_folder(model: Path, tmp_path: Path) -> None:

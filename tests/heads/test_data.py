@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from made_up_answers import cyclic_answer, cyclic_answers
 
-from heads.data import Answer, AnswerStore, Ask, Collected, collect, first_loop, held_out
+from heads.data import (
+    Answer,
+    AnswerStore,
+    Ask,
+    Collected,
+    collect,
+    dataset_digest,
+    first_loop,
+    first_of_each,
+    held_out,
+    prompts_digest,
+)
 from heads.errors import HeadsError
 
 PLAN = {"model": "m", "shard_size": 4}
@@ -17,10 +29,10 @@ PLAN = {"model": "m", "shard_size": 4}
 
 def test_a_shard_is_read_as_it_was_written(tmp_path: Path) -> None:
     store = AnswerStore(tmp_path, PLAN)
-    answers = cyclic_answers(5)
+    answers = [dataclasses.replace(answer, was_cut=index == 2) for index, answer in enumerate(cyclic_answers(5))]
     store.write(0, answers)
     for found, written in zip(store.read(0), answers, strict=True):
-        assert (found.ask, found.tokens) == (written.ask, written.tokens)
+        assert (found.ask, found.tokens, found.was_cut) == (written.ask, written.tokens, written.was_cut)
         assert torch.equal(found.states, written.states)
     assert store.count_tokens(0) == sum(len(answer.tokens) for answer in answers)
 
@@ -93,6 +105,19 @@ def test_answers_of_another_plan_are_not_mixed_in(tmp_path: Path) -> None:
     (tmp_path / "answers.json").write_text("{")
     with pytest.raises(HeadsError, match="cannot be used"):
         AnswerStore(tmp_path, PLAN)
+
+
+def test_an_answer_given_before_is_left_out() -> None:
+    answers = cyclic_answers(4)
+    again = dataclasses.replace(answers[1], ask=Ask((7, 7), 0.8, 9))
+    assert first_of_each([answers[0], answers[1], again, answers[2], answers[0]]) == answers[:3]
+
+
+def test_digests_tell_prompts_from_answers() -> None:
+    answers = cyclic_answers(4)
+    other = [dataclasses.replace(answers[0], tokens=(1, 2)), *answers[1:]]
+    assert prompts_digest(other) == prompts_digest(answers) != prompts_digest(answers[:3])
+    assert dataset_digest(other) != dataset_digest(answers)
 
 
 def test_one_prompt_in_sixteen_is_held_out_for_good() -> None:

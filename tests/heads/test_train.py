@@ -14,7 +14,16 @@ from heads.errors import HeadsError
 from heads.evaluate import evaluate
 from heads.medusa import MedusaHeads
 from heads.settings import TrainSettings
-from heads.train import CHECKPOINT_FILE, LOG_FILE, Progress, batches, learning_rate, train
+from heads.train import (
+    CHECKPOINT_FILE,
+    LOG_FILE,
+    Progress,
+    batches,
+    learning_rate,
+    share_trained,
+    train,
+    training_rate,
+)
 
 SETTINGS = TrainSettings(num_heads=2, epochs=6, batch_tokens=64, learning_rate=1e-2, checkpoint_steps=10)
 
@@ -89,6 +98,34 @@ def test_a_run_broken_off_ends_as_an_undisturbed_one(tmp_path: Path, steps: int)
         assert torch.equal(parameter, resumed.state_dict()[name]), name
     lines = [json.loads(line) for line in (tmp_path / "broken" / LOG_FILE).read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, lines[0]["steps"] + 1))
+
+
+@pytest.mark.parametrize(("step_takes", "steps"), [(0.25, 20), (3.0, 4)])
+def test_the_rate_is_that_of_timed_steps_on_a_copy(step_takes: float, steps: int) -> None:
+    """Twenty steps or ten seconds; two that warm up do not count. Nothing is left of it in the heads."""
+    heads, answers, calls = new_heads(), cyclic_answers(6), 0
+    before = {name: parameter.clone() for name, parameter in heads.state_dict().items()}
+
+    def clock() -> float:
+        nonlocal calls
+        calls += 1
+        return calls * step_takes
+
+    tokens = sum(len(answer.tokens) for answer in answers)
+    assert training_rate(heads, lm_head(), answers, SETTINGS, clock) == pytest.approx(tokens / step_takes)
+    assert calls == steps + 1
+    assert all(torch.equal(parameter, before[name]) for name, parameter in heads.state_dict().items())
+    assert all(parameter.grad is None for parameter in heads.parameters())
+
+
+def test_the_share_trained_is_in_the_log(tmp_path: Path) -> None:
+    assert share_trained(tmp_path) == 0.0
+    shares: list[float] = []
+    train(
+        new_heads(), lm_head(), cyclic_answers(), SETTINGS, tmp_path, lambda _: shares.append(share_trained(tmp_path))
+    )
+    assert shares[-1] == 1.0
+    assert shares[9] == pytest.approx(10 / len(shares))
 
 
 def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:

