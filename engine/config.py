@@ -86,7 +86,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """The three together: the one argument of ``AsyncEngine.load``."""
+    """Model, engine and speculation together: the one argument of ``AsyncEngine.load``."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

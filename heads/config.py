@@ -127,8 +127,10 @@ class MtpSizes:
 @dataclass(frozen=True, slots=True)
 class HeadsConfig:
     """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k; an MTP module's
-    depths count as heads. mtp, rank: of MTP modules and of Markov heads
-    alone.
+    depths count as heads.
+
+    mtp: of MTP modules alone. rank: of Markov heads alone. num_layers: of Medusa and Markov heads; without meaning for
+    an MTP module, which has one block.
 
     baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
     tries the heads at load.

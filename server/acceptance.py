@@ -30,7 +30,8 @@ class AcceptanceStats:
 
     def report(self) -> dict[str, object]:
         """``mean_acceptance_length`` (1 + accepted / drafts) and the rate speak of drafted steps only and are null
-        without any; ``acceptance_length`` is output tokens over decode forwards, plain ones included."""
+        without any; ``acceptance_length`` is output tokens over decode forwards: plain ones
+        are included, and the forward that ends the prompt and gives the first token."""
         steps = self._accepted_per_draft.total()
         accepted = sum(count * times for count, times in self._accepted_per_draft.items())
         deepest = max(self._max_depth, *self._accepted_per_draft, 0)

@@ -77,12 +77,8 @@ class Answer(ABC):
         for delta in deltas:
             by_choice[delta.index].append(delta)
         choices = [self.whole(choice, by_choice[choice.index]) for choice in self.generation.choices]
-        return (
-            self._top(self.object_name)
-            | {"choices": choices, "usage": self.usage()}
-            | self._prompt_ids()
-            | (self._metrics())
-        )
+        head = self._top(self.object_name) | {"choices": choices, "usage": self.usage()}
+        return head | self._prompt_ids() | self._metrics()
 
     def usage(self) -> Json:
         """A prompt counts once, however many choices continue it; a cached prefix likewise."""

@@ -91,7 +91,7 @@ class SpeculationSection(Section):
     def _known_drafters(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
         for name in value or ():
             if name not in _AVAILABLE_DRAFTERS:
-                raise ValueError(f"{name!r} is not available yet; allowed: {', '.join(_AVAILABLE_DRAFTERS)}")
+                raise ValueError(f"unknown drafter {name!r}; allowed: {', '.join(_AVAILABLE_DRAFTERS)}")
         if value is not None and len(set(value)) != len(value):
             raise ValueError("a drafter is named twice")
         return value

@@ -101,7 +101,7 @@ async def prepare_completion(context: ServerContext, wire: CompletionRequest) ->
 
 def _check_common(context: ServerContext, wire: GenerationRequest) -> None:
     if wire.model is not None and wire.model != context.served_model_name:
-        message = f"The model '{wire.model}' does not exist."
+        message = f"The model '{wire.model}' does not exist; this server has '{context.served_model_name}'."
         raise ApiError(404, message, code="model_not_found", param="model")
     check_limits(wire, context.config.server.limits)
 

@@ -1,4 +1,4 @@
-"""The one interface of every drafter: suffix matching, draft heads, MTP modules, streams, a client's prediction."""
+"""The one interface of every drafter: matches in the text itself (suffix), and draft heads of every kind."""
 
 from __future__ import annotations
 

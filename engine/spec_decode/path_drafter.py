@@ -38,7 +38,8 @@ _WEIGHT = 0.1  # of the newest figure in an average
 
 @dataclass(slots=True)
 class _RequestState:
-    """tables: acceptance by depth. asked: for each node that got children, the confidence of each; tree: they."""
+    """tables: acceptance by depth. tree: what was proposed last. asked: for each of its nodes (or ROOT) that got
+    children, the heads' confidence in each by its token."""
 
     tables: list[AcceptanceTable]
     tree: DraftTree = field(default_factory=DraftTree)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,8 @@ def check_plots() -> None:
     """Asked before measuring. Raises ReportError where matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ReportError(
-            "the plots need matplotlib, which is not installed; run `pip install 'headlong[bench]'`, "
+            "the plots need matplotlib, which is not installed; run "
+            f"`{sys.executable} -m pip install matplotlib`, "
             "or give --out a name that ends in .json for the report without plots"
         )
 

@@ -49,7 +49,10 @@ def bench(
     ] = None,
     rate: Annotated[
         list[float] | None,
-        typer.Option(help="Requests a second, arriving at random whatever is answered; may be given several times."),
+        typer.Option(
+            help="Open loop: requests a second, arriving at random (Poisson) whatever is answered; "
+            "may be given several times."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 128,
     temperature: Annotated[float, typer.Option(help="Sampling temperature.", min=0.0, max=2.0)] = 0.0,
@@ -63,21 +66,25 @@ def bench(
     ] = None,
     off: Annotated[
         bool,
-        typer.Option("--off/--no-off", help="Whether it answers without speculation too; it does.", show_default=False),
+        typer.Option(
+            "--off/--no-off",
+            help="Whether the server also answers without speculation, to compare with.  \\[default: --off]",
+            show_default=False,
+        ),
     ] = True,
-    goodput_ttft: Annotated[float, typer.Option(help="Goodput: the first text at the latest, ms.", min=0.0)] = 1000.0,
-    goodput_tpot: Annotated[float, typer.Option(help="Goodput: a token after it at most, ms.", min=0.0)] = 100.0,
-    margins: Annotated[bool, typer.Option(help="Ask for margins, to tell near-ties from faults.")] = False,
+    goodput_ttft: Annotated[float, typer.Option(help="Goodput: most ms to the first text.", min=0.0)] = 1000.0,
+    goodput_tpot: Annotated[float, typer.Option(help="Goodput: most ms a token after it.", min=0.0)] = 100.0,
+    margins: Annotated[bool, typer.Option(help="Report margins, to tell near-ties from faults.")] = False,
     note: Annotated[
         list[str] | None, typer.Option(help="A line for the report, e.g. how a server was started.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="API key of the server.", envvar="HEADLONG_API_KEY")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the report here: JSON, or with Markdown and plots.", metavar="FILE.json|FOLDER"),
+        typer.Option(help="Write the report here: as JSON, or with Markdown and plots.", metavar="FILE.json|FOLDER"),
     ] = None,
 ) -> None:
-    """Measure what speculation gives: every prompt with it, without it and by other servers, in one run."""
+    """Measure a running server: every prompt answered with speculation, without it and by other servers, in turn."""
     # Details cost the server a few bytes a token, on both of its sides alike.
     sampling = Sampling(max_tokens, temperature, seed, margins=margins, detail=True)
     bounds = Bounds(goodput_ttft / 1000, goodput_tpot / 1000)

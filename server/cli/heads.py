@@ -32,7 +32,7 @@ from server.training.prompts import Prompt, PromptError
 
 _DEFAULT_DATASETS = ("mt-bench", "humaneval")
 
-heads = typer.Typer(help="Draft heads.", no_args_is_help=True, pretty_exceptions_enable=False)
+heads = typer.Typer(help="Measure draft heads.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 # One parameter an option: that is how typer is told of them.
@@ -44,7 +44,7 @@ def evaluate(
     ] = DEFAULT_MODEL,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the report here: JSON, or with Markdown and a plot.", metavar="FILE.json|FOLDER"),
+        typer.Option(help="Write the report here: as JSON, or with Markdown and a plot.", metavar="FILE.json|FOLDER"),
     ] = None,
     n: Annotated[int, typer.Option(help="Prompts of each dataset.", min=1)] = 24,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=2)] = 64,
@@ -72,7 +72,7 @@ def evaluate(
     console = Console()
     console.print(_table(report["best"]))
     if out is not None:
-        console.print(f"report written to {out}", markup=False)
+        console.print(f"report written to {out}", markup=False, soft_wrap=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from engine import threads
+from engine.config import DEFAULT_MODEL
 from engine.errors import ModelLoadError
 from server.auth import ApiKeys
 from server.cli.failure import BAD_CONFIGURATION, FAILED, fail
@@ -31,16 +32,27 @@ if TYPE_CHECKING:
 # One parameter an option: that is how typer is told of them.
 def serve(
     model: Annotated[
-        str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
+        str | None,
+        typer.Argument(help=f"A folder, a GGUF file, a hub id or package:NAME.  \\[default: {DEFAULT_MODEL}]"),
     ] = None,
-    config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A YAML file such as configs/serve/default.yaml.", metavar="FILE")
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.  \\[default: 127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 is any free one.  \\[default: 8000]")] = None,
     heads: Annotated[
-        str | None, typer.Option(help="A folder of draft heads; default: those made for the model.", metavar="DIR")
+        str | None,
+        typer.Option(
+            help="A folder of draft heads; default: those that come with headlong for the model, if any.", metavar="DIR"
+        ),
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key, e.g. engine.max_num_seqs=8.", metavar="KEY=VALUE")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Override a key of the file, e.g. engine.max_num_seqs=8; may be given several times.",
+            metavar="KEY=VALUE",
+        ),
     ] = None,
 ) -> None:
     """Serve a model over the OpenAI API."""

@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from engine import threads
+from engine.config import DEFAULT_MODEL
 from engine.errors import HeadTrainingError, ModelLoadError
 from server.cli.failure import BAD_CONFIGURATION, FAILED, fail
 from server.config import load_settings
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 def train(
     out: Annotated[Path, typer.Option(help="Folder for the heads; a killed run goes on in it.", metavar="DIR")],
     model: Annotated[
-        str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
+        str | None,
+        typer.Argument(help=f"A folder, a GGUF file, a hub id or package:NAME.  \\[default: {DEFAULT_MODEL}]"),
     ] = None,
     method: Annotated[
         str | None, typer.Option(help="Kind of heads: medusa, markov or mtp.  \\[default: that of --from, or medusa]")
@@ -52,9 +54,16 @@ def train(
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Tell what the run would cost from where it stands, and stop.")
     ] = False,
-    config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="A YAML file such as configs/train/medusa.yaml.", metavar="FILE")
+    ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a key, e.g. training.epochs=2.", metavar="KEY=VALUE")
+        list[str] | None,
+        typer.Option(
+            "--set",
+            help="Override a key of the file, e.g. training.epochs=2; may be given several times.",
+            metavar="KEY=VALUE",
+        ),
     ] = None,
 ) -> None:
     """Train draft heads for a model; started again after a kill, it goes on where it stood."""
@@ -78,7 +87,12 @@ def train(
         return
     console = Console()
     console.print(_table(report))
-    console.print(f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}")
+    # Not wrapped: the command is there to be copied.
+    console.print(
+        f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _train(settings: TrainConfig, out: Path, estimates: bool) -> TrainReport | None:
@@ -175,7 +189,7 @@ class Bars:
 
 
 def _table(report: TrainReport) -> Table:
-    table = Table(title=f"held-out answers, {report.positions} positions")
+    table = Table(title=f"accuracy on held-out answers, {report.positions} tokens")
     for name in ("head", "top-1", "top-3", "top-5", "top-10"):
         table.add_column(name, justify="right")
     for head, accuracy in enumerate(report.accuracy, start=1):

@@ -17,7 +17,7 @@ from rich.table import Table
 from server.bench.audit import Audit, audited, margin_bound_of
 from server.bench.client import Measured, Sampling, ServerInfo, connect, server_info
 from server.bench.compare import Difference, Pair, Plan
-from server.bench.datasets import Dataset, load_dataset
+from server.bench.datasets import DATASETS, Dataset, load_dataset
 from server.bench.report import check_report_path, report_head, write_report
 from server.cli.failure import fail
 from server.cli.measuring import failures_in_one_line, measuring_bar
@@ -53,7 +53,7 @@ class Verified:
 def verify(
     url: Annotated[str, typer.Option(help="The server to audit.")] = "http://127.0.0.1:8000",
     prompts: Annotated[
-        str, typer.Option(help="mt-bench (first turns), humaneval, edits, a file or a folder of code.", metavar="FILE")
+        str, typer.Option(help=f"{', '.join(DATASETS)}, a file or a folder of code.", metavar="NAME|FILE")
     ] = "mt-bench",
     n: Annotated[int | None, typer.Option(help=f"Prompts at most.  \\[default: {DEFAULT_PROMPTS}]", min=1)] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens of an answer at most.", min=1)] = 64,

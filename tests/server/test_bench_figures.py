@@ -253,6 +253,6 @@ def test_a_place_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
 
 def test_plots_without_matplotlib_are_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    with pytest.raises(ReportError, match=r"pip install 'headlong\[bench\]'"):
+    with pytest.raises(ReportError, match="pip install matplotlib"):
         check_out(tmp_path / "results")
     check_out(tmp_path / "one.json")
