@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import json
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
+from engine.changed_model import Change, require_writable
 from engine.config import EngineSettings, SpeculationConfig
 from engine.contexts import ContextReader, add_contexts
 from engine.device import resolve_device, resolve_dtype
@@ -28,13 +29,15 @@ from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_ask
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
 from engine.first_heads import drafted_tokens, first_heads, sized_as_start
+from engine.joint_training import BaseTraining
 from engine.loading import LoadedModel, load_model
 from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base
+from engine.lora_base import require_peft
 from engine.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.head_drafters import head_drafter
-from engine.train_job import Material, TrainJob, TrainReport, Watch
+from engine.train_job import MODEL, Material, TrainJob, TrainReport, Watch
 from heads.checkpoint import DRAFT_VOCAB_FILE, Heads, LoadedHeads, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
 from heads.data import Answer, AnswerStore, Ask, Collected, collect, dataset_digest
@@ -72,8 +75,13 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
 def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
     start = None if job.start_from is None else load_heads(job.start_from)
     job = sized_as_start(job, start)
+    lora = job.settings.lora
+    if lora is not None:
+        require_peft()
     backend, head, heads = _load(job, start, watch)
     loaded = backend.loaded
+    if lora is not None:
+        require_writable(job.folder / MODEL, loaded)
     material = job.material(loaded.path)
     asks = _asks(job, loaded, material)
     store = AnswerStore(job.folder / WORK / "answers", answer_plan(backend, asks, job.settings.answers))
@@ -86,19 +94,27 @@ def _train_heads(job: TrainJob, watch: Watch) -> TrainReport:
             f"{len(answers)} answers are too few to train on some and test on others; give more prompts"
         )
     lm_head = DraftLmHead(head, drafted_tokens(job, start, seen, material, len(head.weight)))
-    train(heads, lm_head, seen, job.settings.training, job.folder / WORK, _reporting(watch))
+    base = None if lora is None else BaseTraining(job, lora, head, watch)
+    joint = None if base is None else base.joint
+    train(heads, lm_head, seen, job.settings.training, job.folder / WORK, _reporting(watch), joint)
+    change: Change | None = None
+    if base is not None:
+        change = base.finish(kept, backend)
+        backend = base.reload(heads, backend)
+        kept = _written_anew(job, backend, kept, watch)
     watch.line("Testing on held-out answers")
     greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
-    result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept)
+    result = _Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), seen, kept, change)
     tau = _baseline(job, result, [answer.ask.prompt for answer in greedy])
     token_ids = lm_head.token_ids if lm_head.is_reduced else None
     save_heads(job.folder, heads, _config(job, result, tau), token_ids, _run_yaml(job, result, tau))
-    return TrainReport(result.evaluation.positions, result.evaluation.accuracy, tau)
+    return TrainReport(result.evaluation.positions, result.evaluation.accuracy, tau, backend.quantization, change)
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What training gave. seen, kept: the answers trained on and held out."""
+    """What training gave. seen, kept: the answers trained on and held out. change: of the base model, whose new form
+    ``backend`` has and wrote ``kept``."""
 
     backend: Backend
     heads: Heads
@@ -106,6 +122,7 @@ class _Result:
     evaluation: Evaluation
     seen: Sequence[Answer]
     kept: Sequence[Answer]
+    change: Change | None
 
 
 def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
@@ -162,6 +179,35 @@ def _collect(job: TrainJob, backend: Backend, store: AnswerStore, asks: Sequence
     )
 
 
+def _written_anew(job: TrainJob, backend: Backend, kept: Sequence[Answer], watch: Watch) -> list[Answer]:
+    """Answers to the held-out prompts by a changed model, which heads for it are tested on."""
+    greedy = [answer for answer in kept if answer.ask.temperature == 0.0] or kept
+    wanted = dataclasses.replace(job.settings.answers, tokens=sum(len(answer.tokens) for answer in greedy))
+    job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, answers=wanted))
+    asks = [answer.ask for answer in greedy]
+    store = AnswerStore(job.folder / WORK / HELD_OUT, answer_plan(backend, asks, wanted))
+    watch = _Renamed(watch, {"answers": "held-out answers", "contexts": "their contexts"})
+    _collect(job, backend, store, asks, watch)
+    answers = [answer for answer in _read(job, backend, store, watch) if len(answer.tokens) > 1]
+    if not answers:
+        raise HeadTrainingError("the changed model answers the held-out prompts with nothing to test on")
+    return answers
+
+
+@dataclass(frozen=True, slots=True)
+class _Renamed:
+    """A ``Watch`` that is told of stages under other names."""
+
+    watch: Watch
+    names: Mapping[str, str]
+
+    def line(self, text: str) -> None:
+        self.watch.line(text)
+
+    def advance(self, stage: str, done: int, total: int, note: str) -> None:
+        self.watch.advance(self.names[stage], done, total, note)
+
+
 class _Generator:
     """Builds the engine when the first answer is wanted: a resumed run may need none."""
 
@@ -206,7 +252,8 @@ class _Generator:
 def _reporting(watch: Watch) -> Callable[[Progress], None]:
     def report(done: Progress) -> None:
         losses = " ".join(f"{loss:.2f}" for loss in done.head_losses)
-        watch.advance("training", done.step, done.steps, f"loss by head {losses}")
+        kl = "" if done.kl is None else f", KL to the original {done.kl:.3f}"
+        watch.advance("training", done.step, done.steps, f"loss by head {losses}{kl}")
 
     return report
 
@@ -246,10 +293,13 @@ def _baseline(job: TrainJob, result: _Result, prompts: Sequence[tuple[int, ...]]
 
 def _run_yaml(job: TrainJob, result: _Result, tau: float) -> str:
     """How these heads were made, for whoever wants to make them again."""
+    loaded, change = result.backend.loaded, result.change
+    name, digest = (loaded.name, loaded.digest) if change is None else (change.original, change.digest)
     facts = {
         **job.run,
         "method": job.method,
-        "model": {"path": job.model.path, "name": result.backend.loaded.name, "digest": result.backend.loaded.digest},
+        "model": {"path": job.model.path, "name": name, "digest": digest},
+        **({} if change is None else {"changed_model": change.to_dict() | {"digest": loaded.digest}}),
         "computed": {"runner": result.backend.name, "quantization": result.backend.quantization},
         "answers": dataclasses.asdict(job.settings.answers),
         "training": dataclasses.asdict(job.settings.training),

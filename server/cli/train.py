@@ -46,6 +46,10 @@ def train(
         str | None,
         typer.Option(help="JSON lines, text or a folder of code; default: the built-in recipe.", metavar="PATH"),
     ] = None,
+    train_base: Annotated[
+        str | None,
+        typer.Option(help="lora: train the base model with the heads; the result is a new model.", metavar="lora"),
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 300000]")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="A YAML file.", metavar="FILE")] = None,
     overrides: Annotated[
@@ -59,6 +63,7 @@ def train(
         "start_from": start_from,
         "prompts.file": prompts,
         "answers.tokens": tokens,
+        "training.base": train_base,
     }
     try:
         settings = load_settings(TrainConfig, config, overrides or (), flags)
@@ -71,7 +76,30 @@ def train(
         fail(f"not enough memory to train on {settings.model.path}", FAILED)
     console = Console()
     console.print(_table(report))
-    console.print(f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}")
+    if report.change is None:
+        console.print(f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}")
+    else:
+        _tell_of(report, settings, out, console)
+
+
+def _tell_of(report: TrainReport, settings: TrainConfig, out: Path, console: Console) -> None:
+    """What became of the base model, and how it is served."""
+    from engine.train_job import MODEL
+
+    change, model = report.change, out / MODEL
+    assert change is not None
+    found = change.held_out
+    console.print(
+        f"{change.name} is a new model, not {change.original}. On {found.tokens} held-out tokens: KL {found.kl:.4f} "
+        f"nats, the same likeliest token at {found.agreement:.1%}, perplexity {found.perplexity_before:.3f} before, "
+        f"{found.perplexity_after:.3f} after"
+    )
+    # Its file is not quantised, so what came from one that is must be said.
+    quantized = settings.model.quantization == "auto" and report.quantization == "int8"
+    option = " --set model.quantization=int8" if quantized else ""
+    console.print(
+        f"model written to {model}, heads to {out}; serve them with: headlong serve {model} --heads {out}{option}"
+    )
 
 
 def _train(settings: TrainConfig, out: Path) -> TrainReport:
