@@ -185,7 +185,9 @@ def _written_anew(job: TrainJob, backend: Backend, kept: Sequence[Answer], watch
     wanted = dataclasses.replace(job.settings.answers, tokens=sum(len(answer.tokens) for answer in greedy))
     job = dataclasses.replace(job, settings=dataclasses.replace(job.settings, answers=wanted))
     asks = [answer.ask for answer in greedy]
-    store = AnswerStore(job.folder / WORK / HELD_OUT, answer_plan(backend, asks, wanted))
+    # A folder for each changed model: a run made again with another result finds no answers of the last.
+    folder = job.folder / WORK / f"{HELD_OUT}-{backend.loaded.digest[:12]}"
+    store = AnswerStore(folder, answer_plan(backend, asks, wanted))
     watch = _Renamed(watch, {"answers": "held-out answers", "contexts": "their contexts"})
     _collect(job, backend, store, asks, watch)
     answers = [answer for answer in _read(job, backend, store, watch) if len(answer.tokens) > 1]
