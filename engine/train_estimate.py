@@ -88,6 +88,8 @@ class Estimator:
         machine = Machine(psutil.Process().memory_info().rss, shutil.disk_usage(self._job.folder).free, is_cpu)
         for line in tell(found, work, machine):
             self._watch.line(line)
+        if self._job.settings.lora is not None:
+            self._watch.line("Training the base model too takes several times what is named for training")
         if self._stops:
             raise Estimated
 

@@ -5,9 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.config import EngineConfig, ModelConfig, TrainingConfig
+
+if TYPE_CHECKING:
+    from engine.changed_model import Change
+
+
+WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
+MODEL = "model"  # inside the folder of heads: the base model, where it was trained too
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +58,11 @@ class TrainJob:
 @dataclass(frozen=True, slots=True)
 class TrainReport:
     """positions, accuracy: on held-out answers (``heads.evaluate``). acceptance_length: of these heads alone, greedy,
-    on held-out prompts."""
+    on held-out prompts. change: of the base model, if it was trained too; all figures are then the changed model's.
+    quantization: of the weights that were measured."""
 
     positions: int
     accuracy: Sequence[Mapping[int, float]]
     acceptance_length: float
+    quantization: str
+    change: Change | None = None

@@ -29,13 +29,21 @@ class DraftHeads(Protocol):
         ...
 
 
-def learn(heads: DraftHeads, lm_head: DraftLmHead, batch: Batch, weights: Sequence[float]) -> list[float]:
+def learn(
+    heads: DraftHeads,
+    lm_head: DraftLmHead,
+    batch: Batch,
+    weights: Sequence[float],
+    teacher: torch.Tensor | None = None,
+) -> list[float]:
     """Adds the gradient of the weighted losses to the parameters; returns the loss (nats) of each weighted depth.
+
+    teacher: as ``teacher_of`` gives it, None for that of ``batch``. States that want a gradient get theirs too.
 
     The vocabulary's logits are worked off depth by depth, so that those of one are in memory at a time.
     """
     outputs, gradients, losses = [], [], []
-    teacher = teacher_of(lm_head, batch)
+    teacher = teacher_of(lm_head, batch) if teacher is None else teacher
     for depth, (weight, output) in enumerate(zip(weights, heads.outputs(batch), strict=False), start=1):
         leaf = output.detach().requires_grad_()
         loss = depth_loss(heads, lm_head, batch, teacher, depth, leaf)

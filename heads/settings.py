@@ -51,3 +51,19 @@ class TrainSettings:
     clip: float = 1.0
     seed: int = 0
     checkpoint_steps: int = 200
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """A LoRA (arXiv 2106.09685) of the base model that is trained together with the heads (``heads.joint``).
+
+    rank, alpha: a weight changes by alpha / rank * B A. learning_rate: at its highest. base_weight: of the term that
+    keeps the model close to what it was, beside the heads' losses. heads_first: share of the steps before the base
+    begins to learn.
+    """
+
+    rank: int = 16
+    alpha: int = 32
+    learning_rate: float = 5e-4
+    base_weight: float = 1.0
+    heads_first: float = 0.25

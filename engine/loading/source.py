@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from engine.loading.package import find_gguf
 
 PACKAGE_PREFIX = "package:"
 GGUF_MAGIC = b"GGUF"
+ORIGIN_FILE = "origin.json"  # names a model that training has changed, and what it was made from
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _QUANTISATION = re.compile(r"[._-](?:UD-)?(?:[IT]?Q\d\w*|B?F16|FP?16|FP?32|MXFP4\w*)$", re.IGNORECASE)
 _SPLIT_GGUF = re.compile(r"-\d{5}-of-\d{5}$")
@@ -74,12 +76,24 @@ def _is_hub_id(text: str) -> bool:
 
 
 def _folder_name(folder: Path) -> str:
-    """The folder's own name; for a hub snapshot (models--owner--name/snapshots/commit) the repository's."""
+    """The folder's own name; for a hub snapshot (models--owner--name/snapshots/commit) the repository's, for a changed
+    model (``engine.changed_model``) the one it was given."""
+    given = _given_name(folder)
+    if given is not None:
+        return given
     resolved = folder.resolve()
     repository = resolved.parent.parent.name
     if resolved.parent.name == "snapshots" and repository.startswith("models--"):
         return repository.split("--")[-1]
     return resolved.name
+
+
+def _given_name(folder: Path) -> str | None:
+    try:
+        name = json.loads((folder / ORIGIN_FILE).read_text(encoding="utf-8"))["name"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or a file of the same name that is not ours
+        return None
+    return name if isinstance(name, str) and name else None
 
 
 def _gguf_file(path: Path) -> GgufSource:

@@ -50,6 +50,10 @@ def train(
         str | None,
         typer.Option(help="JSON lines, text or a folder of code; default: the built-in recipe.", metavar="PATH"),
     ] = None,
+    train_base: Annotated[
+        str | None,
+        typer.Option(help="lora: train the base model with the heads; the result is a new model.", metavar="lora"),
+    ] = None,
     tokens: Annotated[int | None, typer.Option(help="Answer tokens to train on.  \\[default: 300000]")] = None,
     estimate: Annotated[
         bool, typer.Option("--estimate", help="Tell what the run would cost from where it stands, and stop.")
@@ -73,6 +77,7 @@ def train(
         "start_from": start_from,
         "prompts.file": prompts,
         "answers.tokens": tokens,
+        "training.base": train_base,
     }
     try:
         settings = load_settings(TrainConfig, config, overrides or (), flags)
@@ -87,9 +92,34 @@ def train(
         return
     console = Console()
     console.print(_table(report))
+    if report.change is None:
+        _show_command(console, f"heads written to {out}", f"{settings.model.path} --heads {out}")
+    else:
+        _tell_of(report, settings, out, console)
+
+
+def _tell_of(report: TrainReport, settings: TrainConfig, out: Path, console: Console) -> None:
+    """What became of the base model, and how it is served."""
+    from engine.train_job import MODEL
+
+    change, model = report.change, out / MODEL
+    assert change is not None
+    found = change.held_out
+    console.print(
+        f"{change.name} is a new model, not {change.original}. On {found.tokens} held-out tokens: KL {found.kl:.4f} "
+        f"nats, the same likeliest token at {found.agreement:.1%}, perplexity {found.perplexity_before:.3f} before, "
+        f"{found.perplexity_after:.3f} after"
+    )
+    # Its file is not quantised, so what came from one that is must be said.
+    quantized = settings.model.quantization == "auto" and report.quantization == "int8"
+    option = " --set model.quantization=int8" if quantized else ""
+    _show_command(console, f"model written to {model}, heads to {out}", f"{model} --heads {out}{option}")
+
+
+def _show_command(console: Console, done: str, arguments: str) -> None:
     # Not wrapped: the command is there to be copied.
     console.print(
-        f"heads written to {out}; serve them with: headlong serve {settings.model.path} --heads {out}",
+        f"{done}; serve them with: headlong serve {arguments}",
         markup=False,
         soft_wrap=True,
     )

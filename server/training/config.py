@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from engine.config import EngineConfig, ModelConfig, TrainingConfig
+from engine.config import DEFAULT_LORA, EngineConfig, ModelConfig, TrainingConfig
 from server.config import Count, ModelSection, Section, Size
 
 _DEFAULT = TrainingConfig()
@@ -44,8 +44,10 @@ class AnswerSection(Section):
 
 
 class TrainingSection(Section):
-    """``training``: one run over the answers (``heads.settings.TrainSettings``)."""
+    """``training``: one run over the answers (``heads.settings.TrainSettings``). base: whether and how the base
+    model is trained with the heads."""
 
+    base: Literal["lora"] | None = None
     num_heads: Annotated[int, Field(ge=1, le=16)] = _TRAINING.num_heads
     num_layers: Annotated[int, Field(ge=1, le=8)] = _TRAINING.num_layers
     rank: Annotated[int, Field(ge=1, le=4096)] = _TRAINING.rank
@@ -62,6 +64,16 @@ class TrainingSection(Section):
     checkpoint_steps: Count = _TRAINING.checkpoint_steps
 
 
+class LoraSection(Section):
+    """``lora``: of the base model, where ``training.base`` asks for one (``heads.settings.LoraSettings``)."""
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = DEFAULT_LORA.rank
+    alpha: Count = DEFAULT_LORA.alpha
+    learning_rate: Annotated[float, Field(gt=0, le=1)] = DEFAULT_LORA.learning_rate
+    base_weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = DEFAULT_LORA.base_weight
+    heads_first: Annotated[float, Field(ge=0, lt=1)] = DEFAULT_LORA.heads_first
+
+
 class TrainConfig(Section):
     """Everything a training run is told. start_from: a folder of heads to train further. method: null is theirs, or
     medusa."""
@@ -73,11 +85,15 @@ class TrainConfig(Section):
     prompts: PromptSection = PromptSection()
     answers: AnswerSection = AnswerSection()
     training: TrainingSection = TrainingSection()
+    lora: LoraSection = LoraSection()
 
     def to_engine_settings(self) -> tuple[ModelConfig, EngineConfig, TrainingConfig]:
         """The engine's share."""
+        settings = dict(self.training)
+        base = settings.pop("base")
         training = TrainingConfig(
             answers=dataclasses.replace(_ANSWERS, **dict(self.answers)),
-            training=dataclasses.replace(_TRAINING, **dict(self.training)),
+            training=dataclasses.replace(_TRAINING, **settings),
+            lora=None if base is None else dataclasses.replace(DEFAULT_LORA, **dict(self.lora)),
         )
         return ModelConfig(**dict(self.model)), EngineConfig(**dict(self.engine)), training

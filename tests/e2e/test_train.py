@@ -24,11 +24,11 @@ from tiny_folder import write_prompts, write_tiny_model
 
 from engine.config import ModelConfig
 from engine.draft_test import measure_acceptance
-from engine.head_training import WORK
 from engine.loading import load_model
 from engine.loading.heads import output_head
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.train_job import WORK
 from heads.checkpoint import load_heads
 from heads.data import held_out
 from heads.lm_head import DraftLmHead
@@ -239,3 +239,45 @@ def test_prompts_that_cannot_be_read_are_one_line(folders: Folders, tmp_path: Pa
         assert result.returncode == 1
         assert result.stderr.startswith("headlong: ")
         assert str(path.name) in result.stderr
+
+
+def test_the_model_is_trained_with_its_heads_killed_and_served_under_its_new_name(
+    folders: Folders, tmp_path: Path
+) -> None:
+    out = tmp_path / "joint"
+    # A run of its own settings: the base learns from the first step on, so that the kill falls into the joint part.
+    settings = {"lora.heads_first": 0, "training.epochs": 2, "training.checkpoint_steps": 10}
+    command = [*train_command(folders, out, **settings), "--train-base", "lora"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (out / WORK / CHECKPOINT_FILE).exists():
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert result.returncode == 0, result.stderr
+    said = " ".join(result.stdout.split())
+    assert "tiny-model-headlong-lora is a new model, not tiny-model." in said
+    assert f"headlong serve {out / 'model'} --heads {out}" in said.replace(" /", "/").replace("/ ", "/")
+    lines = [json.loads(line) for line in (out / WORK / LOG_FILE).read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert all(line["kl"] is not None for line in lines)
+    with running_server(str(out / "model"), "--heads", str(out), "--set", "engine.num_threads=1") as server:
+        (listed,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert (listed["id"], listed["methods"]) == ("tiny-model-headlong-lora", ["suffix", "medusa"])
+        texts = []
+        for speculation in ({"method": "medusa"}, {"enabled": False}):
+            body = {"prompt": [4, 5, 6], "max_tokens": 40, "temperature": 0.8, "seed": 3, "speculation": speculation}
+            texts.append(httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+        assert texts[0] == texts[1]
+        assert texts[0]
+    refused = subprocess.run(
+        [sys.executable, "-m", "server", "serve", str(folders[0]), "--heads", str(out), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert refused.returncode == 1
+    assert "were trained on tiny-model-headlong-lora, not on tiny-model" in refused.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,68 +14,26 @@ import yaml
 from filelock import FileLock
 from tiny_engine import EOS, VOCAB
 from tiny_folder import write_tiny_model
+from tiny_training import SETTINGS, Watched, changed, job, prompts
 
 from engine.assembly import make_drafters
-from engine.config import EngineConfig, ModelConfig, SpeculationConfig, TrainingConfig
+from engine.config import ModelConfig, SpeculationConfig
 from engine.distill import AnswerGenerator
 from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
 from engine.first_heads import draft_vocab
-from engine.head_training import WORK, estimate, train_heads
+from engine.head_training import estimate, train_heads
 from engine.loading import load_model
-from engine.train_job import Material, TrainJob, TrainReport
+from engine.train_job import WORK, Material, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
 from heads.data import Answer, AnswerStore, Ask, held_out
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
-from heads.settings import AnswerSettings, TrainSettings
 from heads.train import CHECKPOINT_FILE
-
-SETTINGS = TrainingConfig(
-    AnswerSettings(tokens=900, max_tokens=16, shard_size=20, concurrency=16),
-    TrainSettings(num_heads=2, num_layers=1, draft_vocab=50, epochs=2, batch_tokens=64, checkpoint_steps=10),
-)
-
-
-def prompts(count: int, seed: int = 1) -> list[tuple[int, ...]]:
-    draw = random.Random(seed)
-    return [tuple(draw.randrange(1, EOS) for _ in range(draw.randint(3, 8))) for _ in range(count)]
-
-
-class Watched:
-    """Remembers what it is told."""
-
-    def __init__(self) -> None:
-        self.stages: dict[str, list[tuple[int, int]]] = {}
-        self.lines: list[str] = []
-
-    def line(self, text: str) -> None:
-        assert "\n" not in text
-        self.lines.append(text)
-
-    def advance(self, stage: str, done: int, total: int, note: str) -> None:
-        self.stages.setdefault(stage, []).append((done, total))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "tiny-model")
-
-
-def job(model: Path, folder: Path, material: Material | None = None) -> TrainJob:
-    given = material or Material(prompts(80), [EOS])
-    engine = EngineConfig(device="cpu", kv_cache_memory=8 << 20)
-    return TrainJob(ModelConfig(str(model)), folder, lambda path: given, engine, SETTINGS, {"command": ["headlong"]})
-
-
-def changed(whole: TrainJob, **changes: object) -> TrainJob:
-    """Settings of the answers or of the training, by name."""
-    answers = {name: value for name, value in changes.items() if hasattr(SETTINGS.answers, name)}
-    training = {name: value for name, value in changes.items() if name not in answers}
-    settings = TrainingConfig(
-        dataclasses.replace(SETTINGS.answers, **answers),  # type: ignore[arg-type]
-        dataclasses.replace(SETTINGS.training, **training),  # type: ignore[arg-type]
-    )
-    return dataclasses.replace(whole, settings=settings)
 
 
 @pytest.fixture(scope="module")

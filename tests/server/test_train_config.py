@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from engine.config import EngineConfig, ModelConfig, TrainingConfig
-from heads.settings import TrainSettings
+from heads.settings import LoraSettings, TrainSettings
 from server.config import load_settings
 from server.config_errors import ConfigError, dotted_keys
 from server.training.config import PromptSection, TrainConfig
@@ -46,6 +46,9 @@ def test_every_setting_reaches_the_engine() -> None:
         "answers.tokens=7",
         "training.num_heads=2",
         "training.seed=9",
+        "training.base=lora",
+        "lora.rank=4",
+        "lora.base_weight=2",
     ]
     model, engine, training = load_settings(TrainConfig, FILE, overrides, {"model.path": "m"}).to_engine_settings()
     assert (model.path, model.dtype) == ("m", "float32")
@@ -53,6 +56,8 @@ def test_every_setting_reaches_the_engine() -> None:
     assert training.answers.temperatures == (0.5, 1.0)
     assert training.answers.tokens == 7
     assert training.training == TrainSettings(num_heads=2, seed=9)
+    assert training.lora == LoraSettings(rank=4, base_weight=2.0)
+    assert load_settings(TrainConfig, FILE, ["lora.rank=4"]).to_engine_settings()[2].lora is None
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,10 @@ def test_every_setting_reaches_the_engine() -> None:
         ("training.weight_decay=2", ["training.weight_decay", "less than or equal to 1"]),
         ("training.seed=-1", ["training.seed", "greater than or equal to 0"]),
         ("training.checkpoint_steps=0", ["training.checkpoint_steps"]),
+        ("training.base=full", ["training.base", "'full'", "'lora'"]),
+        ("lora.rank=0", ["lora.rank", "greater than or equal to 1"]),
+        ("lora.base_weight=-1", ["lora.base_weight", "greater than or equal to 0"]),
+        ("lora.heads_first=1", ["lora.heads_first", "less than 1"]),
         ("answers.temperatures=[]", ["answers.temperatures", "at least 1 item"]),
         ("answers.temperatures=[0]", ["answers.temperatures.0", "greater than 0"]),
         ("answers.temperatures=[.nan]", ["answers.temperatures.0"]),
