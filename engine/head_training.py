@@ -134,8 +134,9 @@ def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backe
     device = resolve_device(job.engine.device)
     loaded = load_model(job.model, device, resolve_dtype(job.model.dtype), watch.line)
     head = output_head(loaded.model)
-    # Packing frees the plain weights of an untied lm_head; training still reads them.
-    head = dataclasses.replace(head, weight=head.weight.detach().clone())
+    if head.weight is not loaded.model.get_input_embeddings().weight:
+        # Packing frees the plain weights of an untied lm_head, and training still reads them; a tied one's stay.
+        head = dataclasses.replace(head, weight=head.weight.detach().clone())
     heads = first_heads(job, start, loaded).to(device)
     backend = choose_backend(loaded, job.model.quantization, job.engine, watch.line)
     if isinstance(heads, MtpModule):

@@ -25,7 +25,7 @@ from heads.lm_head import DraftLmHead
 if TYPE_CHECKING:
     from heads.batch import Batch
 
-_LEAST_NORM = 0.05  # smaller scales of a norm are not undone: their inverse would drown the rest
+_LEAST_NORM = 0.05  # of its size: smaller scales of a norm are not undone, for their inverse would drown the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +164,9 @@ def start(module: MtpModule, seed: int, norm: torch.Tensor | None) -> None:
     nn.init.eye_(module.projection.weight[:, hidden:])
     if norm is not None:
         module.norm.weight.copy_(norm)
-        module.hidden_norm.weight.copy_(1 / norm.clamp_min(_LEAST_NORM))
+        # Of unit size again: a norm that multiplies by fifty (Gemma 3) leaves a state that the embedding would drown.
+        size = norm.square().mean().sqrt()
+        module.hidden_norm.weight.copy_(size / norm.clamp_min(_LEAST_NORM * size))
 
 
 def attend(

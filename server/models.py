@@ -17,7 +17,7 @@ def model_object(context: ServerContext) -> dict[str, Any]:
 
     margin_bound: below it a token's margin (``return_margins``) marks a near-tie, not a fault. runner, quantization,
     deterministic: how steps are computed (``engine.backend``). methods: the loaded drafters. verifier: how their drafts
-    are verified; "match" alone keeps the tokens of a seed.
+    are verified; "match" alone keeps the tokens of a seed. chat: there is a chat template.
     """
     return {
         "id": context.served_model_name,
@@ -33,6 +33,7 @@ def model_object(context: ServerContext) -> dict[str, Any]:
         "deterministic": context.engine.info.deterministic,
         "methods": list(context.engine.info.methods),
         "verifier": context.config.speculation.verifier,
+        "chat": context.tokenizer.has_chat_template,
     }
 
 

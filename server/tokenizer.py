@@ -120,9 +120,13 @@ class Tokenizer:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def ids_always_drafted(self) -> list[int]:
-        """Special tokens, single ASCII characters, digits and whitespace: what a reduced draft vocabulary must hold,
-        however rare they were in the text it was made from."""
-        ids = sorted(self.special_ids)
+        """The special tokens of answers, single ASCII characters, digits and whitespace: what a reduced draft
+        vocabulary must hold, however rare they were in the text it was made from.
+
+        A special token is of answers if it ends them or if the chat template writes it; thousands of others may only
+        be reserved (Gemma 3).
+        """
+        ids = sorted(id_ for id_ in self.special_ids if id_ == self.eos_token_id or self.mentions(self._added[id_]))
         for token_id in range(self._backend.get_vocab_size(with_added_tokens=False)):
             raw = self.token_bytes(token_id)
             text = raw.decode("ascii", errors="ignore")

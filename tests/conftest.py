@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def still_context() -> ContextFactory:
     def make(**overrides: Any) -> ServerContext:
         flags = {key.replace("__", "."): value for key, value in overrides.items()}
         config: Config = load_config(None, (), flags)
-        loaded = LoadedModel(StillEngine(), object())  # type: ignore[arg-type]
+        loaded = LoadedModel(StillEngine(), SimpleNamespace(has_chat_template=True))  # type: ignore[arg-type]
         return make_context(config, loaded)
 
     return make

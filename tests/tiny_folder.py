@@ -8,16 +8,16 @@ from pathlib import Path
 
 import tokenizers
 import torch
-from tiny_engine import EOS, VOCAB, tiny_model
+from tiny_engine import EOS, tiny_model
 from tokenizers import decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
-def write_tiny_model(folder: Path) -> Path:
-    """Token i is the word ``w<i>``; the model is ``tiny_engine``'s llama in float32."""
-    model = tiny_model("llama", torch.float32)
+def write_tiny_model(folder: Path, model: PreTrainedModel | None = None) -> Path:
+    """Token i is the word ``w<i>``; the model is ``tiny_engine``'s llama in float32, unless another is given."""
+    model = model or tiny_model("llama", torch.float32)
     model.save_pretrained(folder)
-    words = {f"w{index}": index for index in range(VOCAB)}
+    words = {f"w{index}": index for index in range(model.config.vocab_size)}
     backend = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     backend.decoder = decoders.Fuse()

@@ -14,7 +14,6 @@ from heads.mtp import MtpModule, Rotation, start
 from heads.settings import TrainSettings
 
 _LONGEST_TABLE = 1 << 17  # positions, where the configuration names no limit or a larger one
-_LEAST_SCALE = 0.2  # of a norm's mean weight: Gemma's, which add one to it, lie around zero
 
 
 def new_mtp(model: PreTrainedModel, settings: TrainSettings) -> MtpModule:
@@ -34,18 +33,24 @@ def new_mtp(model: PreTrainedModel, settings: TrainSettings) -> MtpModule:
         head_dim=shape.key_dim,
         eps=float(getattr(config, "rms_norm_eps", 1e-5)),
     )
-    norm = _final_norm(model)
     module = MtpModule(config.hidden_size, sizes, settings.num_heads)
-    start(module, settings.seed, None if norm is None else norm.weight.detach().float())
+    start(module, settings.seed, _final_scale(model, config.hidden_size))
     return module.to(next(model.parameters()).device)
 
 
-def _final_norm(model: PreTrainedModel) -> Any:
-    """The norm before lm_head, if it is one that only scales."""
+@torch.no_grad()
+def _final_scale(model: PreTrainedModel, hidden: int) -> torch.Tensor | None:
+    """[hidden], what the norm before lm_head multiplies by, if it only scales. The norm itself is asked: some
+    architectures add one to the weight they store (Gemma)."""
     any_model: Any = model
     norm = getattr(any_model.get_decoder(), "norm", None)
-    scales_alone = norm is not None and float(norm.weight.detach().float().mean()) > _LEAST_SCALE
-    return norm if scales_alone else None
+    if norm is None:
+        return None
+    parameter = next(model.parameters())
+    ones = torch.ones(1, hidden, dtype=parameter.dtype, device=parameter.device)
+    scale, negated = norm(ones)[0].float(), norm(-ones)[0].float()
+    # A norm that subtracts the mean (LayerNorm) makes nothing of both.
+    return scale.cpu() if torch.equal(scale, -negated) and bool(scale.any()) else None
 
 
 def attach_base(module: MtpModule, model: PreTrainedModel) -> None:

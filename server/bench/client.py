@@ -1,4 +1,4 @@
-"""A client of one running server: what it says of itself, and one measured, streamed chat answer."""
+"""A client of one running server: what it says of itself, and one measured, streamed answer."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ class ServerInfo:
         """The loaded drafters; none where speculation is off."""
         return tuple(self.model.get("methods") or ())
 
+    @property
+    def has_chat(self) -> bool:
+        """False for a model without a chat template."""
+        return self.model.get("chat") is not False
+
     def as_dict(self) -> dict[str, Any]:
         return {"url": self.url, "version": self.version, "model": self.model}
 
@@ -49,6 +54,7 @@ class Sampling:
     """What is asked for, held equal between the two sides.
 
     method: the drafters of the side with speculation, "auto" for all. margins, detail: report them with each token.
+    chat: the prompt is a user's message, else the text that is continued.
     """
 
     max_tokens: int
@@ -57,6 +63,7 @@ class Sampling:
     method: str = "auto"
     margins: bool = False
     detail: bool = False
+    chat: bool = True
 
 
 @dataclass(slots=True)
@@ -124,7 +131,7 @@ class Measured:
 
     def _take_choice(self, choice: dict[str, Any], now: float) -> None:
         delta = choice.get("delta") or {}
-        text = delta.get("content") or ""
+        text = delta.get("content") or choice.get("text") or ""
         if text or delta.get("reasoning_content"):
             self.chunk_times.append(now)
         self.text += text
@@ -172,14 +179,14 @@ async def measure(
     client: httpx.AsyncClient, prompt: str, sampling: Sampling, *, speculate: bool, cache_salt: str = ""
 ) -> Measured:
     """Streams one answer of a headlong server. Raises ServerFault or httpx.HTTPError."""
-    measured = await stream_chat(client, _body(prompt, sampling, speculate) | {"cache_salt": cache_salt})
+    measured = await stream_answer(client, _body(prompt, sampling, speculate) | {"cache_salt": cache_salt})
     measured.check_complete()
     return measured
 
 
-async def stream_chat(client: httpx.AsyncClient, body: dict[str, Any]) -> Measured:
-    """Streams a chat answer to its end, whole or not. Raises ServerFault or httpx.HTTPError."""
-    path = "/v1/chat/completions"
+async def stream_answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Measured:
+    """Streams an answer to its end, whole or not. Raises ServerFault or httpx.HTTPError."""
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     measured, began = Measured(), time.perf_counter()
     async with client.stream("POST", path, json=body) as response:
         if response.status_code != 200:
@@ -194,7 +201,7 @@ async def stream_chat(client: httpx.AsyncClient, body: dict[str, Any]) -> Measur
 
 def _body(prompt: str, sampling: Sampling, speculate: bool) -> dict[str, Any]:
     return plain_body(prompt, sampling) | {
-        "max_completion_tokens": sampling.max_tokens,
+        "max_completion_tokens" if sampling.chat else "max_tokens": sampling.max_tokens,
         "speculation": {"enabled": speculate, "method": sampling.method, "stats": True, "detail": sampling.detail},
         "return_token_ids": True,
         "return_margins": sampling.margins,
@@ -203,8 +210,8 @@ def _body(prompt: str, sampling: Sampling, speculate: bool) -> dict[str, Any]:
 
 def plain_body(prompt: str, sampling: Sampling) -> dict[str, Any]:
     """What every OpenAI-compatible server is asked, but for the token limit, which has two names."""
-    return {
-        "messages": [{"role": "user", "content": prompt}],
+    asked = {"messages": [{"role": "user", "content": prompt}]} if sampling.chat else {"prompt": prompt}
+    return asked | {
         "temperature": sampling.temperature,
         "seed": sampling.seed,
         "stream": True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -54,8 +54,9 @@ async def run_bench(sides: Sides, wanted: Wanted, bar: Bar) -> dict[str, Any]:
     async with AsyncExitStack() as stack:
         ours = await stack.enter_async_context(connect(sides.url, sides.api_key))
         server = await server_info(ours)
-        peers = [await _peer(stack, peer, wanted.sampling) for peer in sides.peers]
-        answering: list[Side] = [OurSide(ours, wanted.sampling, on) for on in ((True, False) if sides.off else (True,))]
+        sampling = replace(wanted.sampling, chat=server.has_chat)
+        peers = [await _peer(stack, peer, sampling) for peer in sides.peers]
+        answering: list[Side] = [OurSide(ours, sampling, on) for on in ((True, False) if sides.off else (True,))]
         answering += peers
         cells = []
         for data, loads in wanted.plan:

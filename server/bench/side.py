@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import httpx
 
-from server.bench.client import Measured, Sampling, ServerFault, get, measure, plain_body, stream_chat
+from server.bench.client import Measured, Sampling, ServerFault, get, measure, plain_body, stream_answer
 
 ON, OFF = "on", "off"
 
@@ -96,7 +96,7 @@ class PeerSide:
         # The older name of the limit is the one that every server knows.
         body = plain_body(prompt, self.sampling) | {"model": self.model, "max_tokens": self.sampling.max_tokens}
         try:
-            measured = await stream_chat(self.client, body)
+            measured = await stream_answer(self.client, body)
         except (KeyError, TypeError, AttributeError) as error:
             raise ServerFault(f"a chunk has an unforeseen shape: {type(error).__name__} {error}") from error
         if measured.finish_reason is None:

@@ -114,10 +114,12 @@ def announcement(context: ServerContext, listener: socket.socket, admin_listener
     """The line that says the server answers, and a command to try it with."""
     url = url_of(listener)
     key = "-H 'Authorization: Bearer KEY' " if context.config.server.api_keys_file else ""
-    body = '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
+    path, body = "chat/completions", '{"messages":[{"role":"user","content":"Why is the sky blue?"}],"stream":true}'
+    if not context.tokenizer.has_chat_template:
+        path, body = "completions", '{"prompt":"The sky is blue because","max_tokens":64,"stream":true}'
     reachable = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     admin = "" if admin_listener is None else f", probes and metrics on {url_of(admin_listener)}"
     return (
         f"headlong serving {context.served_model_name} on {url}{admin}\n"
-        f"  curl -N {reachable}/v1/chat/completions {key}-d '{body}'"
+        f"  curl -N {reachable}/v1/{path} {key}-d '{body}'"
     )

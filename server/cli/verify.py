@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -105,7 +105,7 @@ async def _verified(
         server = await server_info(client)
         temperatures, methods = [s.temperature for s in samplings], [s.method for s in samplings]
         bound = margin_bound_of(server, temperatures, methods)
-        for sampling in samplings:
+        for sampling in (replace(sampling, chat=server.has_chat) for sampling in samplings):
             label = f"temperature {sampling.temperature:g}, drafters {sampling.method}"
             with measuring_bar(label, len(dataset.prompts)) as advance:
                 comparison = await audited(client, dataset.prompts, sampling, plan, advance)

@@ -29,7 +29,8 @@ from engine.draft_test import Acceptance, measure_acceptance  # noqa: E402
 from engine.loading import load_model  # noqa: E402
 from engine.sampling_params import SamplingParams  # noqa: E402
 from server.bench.datasets import load_dataset  # noqa: E402
-from server.tokenizer import Tokenizer  # noqa: E402
+from server.training.material import make_material  # noqa: E402
+from server.training.prompts import Prompt  # noqa: E402
 
 DRAFTERS = ("suffix", "mtp", "suffix,mtp")
 
@@ -50,8 +51,7 @@ def main() -> None:
     options = parser.parse_args()
     dataset = load_dataset(options.dataset, options.n)
     loaded = load_model(ModelConfig(options.model), torch.device("cpu"), None, print)
-    tokenizer = Tokenizer.load(loaded.path)
-    prompts = [tokenizer.render_chat([{"role": "user", "content": text}]) for text in dataset.prompts]
+    prompts = make_material([Prompt(text, dataset.name, "") for text in dataset.prompts], loaded.path).prompts
     base = SpeculationConfig(heads=options.heads, max_draft_tokens=options.nodes)
     rows = [
         (names, temperature, coupling)

@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from filelock import FileLock
 from tiny_engine import EOS, VOCAB
 from tiny_folder import write_tiny_model
 from tiny_training import SETTINGS, Watched, changed, job, prompts
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, PreTrainedModel
 
 from engine.assembly import make_drafters
+from engine.backend import Backend, choose_backend
 from engine.config import ModelConfig, SpeculationConfig
 from engine.distill import AnswerGenerator
 from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
@@ -26,6 +29,7 @@ from engine.loading import load_model
 from engine.train_job import WORK, Material, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
 from heads.data import Answer, AnswerStore, Ask, held_out
+from heads.lm_head import DraftLmHead, OutputHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
 from heads.train import CHECKPOINT_FILE
@@ -248,6 +252,58 @@ def test_an_mtp_module_is_trained_on_what_the_model_knew_of_the_text(model: Path
     (tmp_path / "mtp" / WORK / "answers" / "contexts-00001.safetensors").write_bytes(b"cut off")
     with pytest.raises(HeadTrainingError, match=r"contexts-00001.safetensors is damaged"):
         train_heads(mtp, Watched())
+
+
+@pytest.mark.parametrize("method", ["medusa", "mtp"])
+def test_heads_of_a_model_with_tied_embeddings(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gemma 3: windows, two tables of rotation, a vocabulary far larger than the draft vocabulary. Its embedding, most
+    of its weights, is not copied for training; the heads draft in an engine afterwards."""
+    folder = write_tiny_model(tmp_path / "tiny-gemma", tied_gemma3())
+    given: list[tuple[OutputHead, Backend]] = []
+    backends: list[Backend] = []
+
+    def chosen(*arguments: Any) -> Backend:
+        backends.append(choose_backend(*arguments))
+        return backends[-1]
+
+    def reduced(head: OutputHead, token_ids: torch.Tensor | None) -> DraftLmHead:
+        given.append((head, backends[-1]))
+        return DraftLmHead(head, token_ids)
+
+    monkeypatch.setattr("engine.head_training.choose_backend", chosen)
+    monkeypatch.setattr("engine.head_training.DraftLmHead", reduced)
+    asked = changed(dataclasses.replace(job(folder, tmp_path / "heads"), method=method), unroll=2, num_heads=2)
+    report = train_heads(asked, Watched())
+    ((head, backend),) = given
+    assert head.weight.data_ptr() == backend.loaded.model.get_input_embeddings().weight.data_ptr()
+    found = load_heads(tmp_path / "heads")
+    assert (found.config.method, found.config.vocab_size) == (method, 997)
+    assert found.token_ids is not None
+    assert len(found.token_ids) == 50
+    assert report.accuracy[0][1] > 0.1, "the heads learned nothing"
+    loaded = load_model(ModelConfig(str(folder)), torch.device("cpu"), None, lambda _: None)
+    made = make_drafters(SpeculationConfig(heads=str(tmp_path / "heads")), loaded)
+    assert made.methods == ("suffix", method)
+
+
+def tied_gemma3() -> PreTrainedModel:
+    """Random, and sure enough of its next token for heads to learn it."""
+    torch.manual_seed(5)
+    layers = ["sliding_attention", "full_attention"]
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    sizes |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 96, "query_pre_attn_scalar": 16}
+    sizes |= {"vocab_size": 997, "sliding_window": 7, "layer_types": layers, "eos_token_id": EOS}
+    config = Gemma3TextConfig(**sizes, tie_word_embeddings=True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(5.0)
+    return model
 
 
 def test_markov_heads_are_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ async def test_models_lists_the_one_model(still_context: ContextFactory) -> None
         "deterministic": True,
         "methods": ["suffix"],
         "verifier": "match",
+        "chat": True,
     }
     assert listed == {"object": "list", "data": [model]}
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +18,8 @@ import pytest
 from rich.console import Console
 
 from server.cli.progress import Progress
+from server.cli.serve import announcement
+from server.context import ServerContext
 from server.listener import ListenError, listen, url_of
 
 # What only a loaded model needs; a refused command line must not wait seconds for it.
@@ -107,6 +111,19 @@ def test_the_socket_listens_from_the_start() -> None:
         socket.create_connection((host, port), timeout=5).close()
         with pytest.raises(ListenError, match=f"port {port} on 127.0.0.1 is in use"):
             listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("chat", "path"), [(True, "/v1/chat/completions"), (False, "/v1/completions")])
+def test_the_announced_command_is_one_the_model_answers(
+    still_context: Callable[[], ServerContext], chat: bool, path: str
+) -> None:
+    context = still_context()
+    context.tokenizer.has_chat_template = chat  # type: ignore[misc]
+    with contextlib.closing(listen("127.0.0.1", 0)) as listener:
+        told = announcement(context, listener)
+    body = json.loads(told.partition("-d '")[2].removesuffix("'"))
+    assert f"{path} -d" in told
+    assert ("messages" in body, "prompt" in body) == (chat, not chat)
 
 
 def test_progress_in_a_file_is_plain_lines(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import tokenizers
 from transformers import PreTrainedTokenizerFast
 from wire_app import smollm2_tokenizer, tiny_tokenizer
 
@@ -49,6 +50,25 @@ def test_bytes_of_tokens_join_to_the_text() -> None:
     assert tokenizer.token_bytes(10**6) == b""
     assert "ï" in [tokenizer.token_text(token_id) for token_id in ids]
     assert any(tokenizer.token_text(token_id).startswith("bytes:\\x") for token_id in ids)
+
+
+def test_a_draft_vocabulary_needs_the_special_tokens_of_answers_alone() -> None:
+    """Not those that a model only keeps in reserve, of which Gemma 3 has six thousand."""
+
+    def made(template: str | None) -> Tokenizer:
+        backend = tokenizers.Tokenizer.from_str(tiny_tokenizer()._backend.to_str())
+        backend.add_special_tokens([f"<unused{index}>" for index in range(50)] + ["<call>"])
+        fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<|start|>", eos_token="<|end|>")
+        fast.chat_template = template
+        return Tokenizer(fast)
+
+    plain, chat = made(None), made("<|start|>{{ messages[0]['content'] }}{% if tools %}<call>{% endif %}")
+    (call,) = chat.encode("<call>")
+    eos, start = plain.encode("<|end|><|start|>")
+    assert plain.special_ids & set(plain.ids_always_drafted()) == {eos}
+    assert chat.special_ids & set(chat.ids_always_drafted()) == {eos, start, call}
+    characters = {token_id for text in "aZ7 \n~" for token_id in plain.encode(text)}
+    assert characters <= set(plain.ids_always_drafted())
 
 
 def test_the_sandbox_holds_and_a_type_error_is_a_400() -> None:

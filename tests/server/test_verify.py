@@ -159,6 +159,17 @@ def test_equal_answers_pass_and_are_reported(prompts: Path, tmp_path: Path) -> N
     assert asked == {(enabled, degree, 64) for enabled in (True, False) for degree in (0.0, 0.8)}
 
 
+def test_a_model_without_a_chat_template_is_audited_by_completions(prompts: Path) -> None:
+    wire = Wire(engine(), tokenizer=tiny_tokenizer(None))
+    with wire.live() as url:
+        result = verify(url, "--prompts", str(prompts), "--temperature", "0")
+    assert result.exit_code == 0, result.output
+    assert "3 identical, 0 near-ties" in result.stdout
+    asked = {request.prompt_token_ids for request in wire.engine.requests}
+    assert asked == {tuple(tiny_tokenizer(None).encode(text)) for text in ("one", "two", "three")}
+    assert {request.sampling.max_tokens for request in wire.engine.requests} == {64}
+
+
 def at(index: int, token: int) -> Changes:
     """Another token from one place on, and other text after it."""
     return lambda ids, _: [*ids[:index], token, *ids[:3], 1]

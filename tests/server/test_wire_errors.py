@@ -333,4 +333,5 @@ async def test_a_template_that_refuses_and_a_model_without_one_are_400() -> None
     assert error["param"] == "messages"
     assert "roles must alternate" in error["message"]
     wire = Wire(fake("x"), tokenizer=tiny_tokenizer(None))
-    assert "no chat template" in error_of(await wire.post(CHAT, {"messages": MESSAGES}), 400)["message"]
+    refusal = error_of(await wire.post(CHAT, {"messages": MESSAGES}), 400)["message"]
+    assert refusal == "This model has no chat template; use /v1/completions."
