@@ -93,8 +93,13 @@ def _head_drafter(
             f"speculation.drafters names {name}, but there are no {name} heads for {loaded.name}: "
             f"name their folder with speculation.heads, or train some: headlong train"
         )
-    lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
-    module = heads.heads.to(lm_head.linear.weight.device)
+    if heads.lm_head is None:
+        lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
+    else:
+        lm_head = DraftLmHead.of_module(heads.lm_head.to(loaded.model.device), heads.token_ids, heads.config.vocab_size)
+    module = heads.heads
+    if isinstance(module, torch.nn.Module):
+        module.to(lm_head.linear.weight.device)
     return head_drafter(
         module,
         lm_head,

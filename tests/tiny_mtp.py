@@ -156,7 +156,7 @@ def write(folder: Path, tensors: Tensors, shards: int = 1) -> Path:
     placed = {name: files[index % shards] for index, name in enumerate(sorted(tensors))}
     for file in files:
         save_file({name: tensors[name] for name, its in placed.items() if its == file}, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return folder
 
 

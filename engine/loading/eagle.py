@@ -34,6 +34,7 @@ from heads.weights import read_weights, require_fitting
 
 _PICKLE = "pytorch_model.bin"
 _BLOCK = "layers.0."
+_QUERY_NORM = f"{_BLOCK}self_attn.q_norm.weight"
 _UNUSED = ("rotary_emb.inv_freq", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 _DYNAMIC_ROPE = ("dynamic", "longrope")
 Tensors = dict[str, torch.Tensor]
@@ -140,7 +141,7 @@ def read_eagle(folder: Path, config: HeadsConfig, loaded: LoadedModel) -> Loaded
     Raises HeadsError for a folder that does not hold a module we can run, ModelLoadError for damaged files."""
     assert config.eagle is not None
     source, tensors = _read(folder)
-    layer = _layer_config(config.eagle, folder, has_query_norm=f"{_BLOCK}self_attn.q_norm.weight" in tensors)
+    layer = _layer_config(config.eagle, tensors, folder)
     embedding, lm_head = tensors.pop("embed_tokens.weight", None), tensors.pop("lm_head.weight", None)
     token_ids, lm_head = _drafted(tensors.pop("d2t", None), lm_head, layer.vocab_size, source)
     module = _filled(config, layer, tensors, source, loaded)
@@ -182,8 +183,9 @@ def _read(folder: Path) -> tuple[Path, Tensors]:
     return source, tensors
 
 
-def _layer_config(eagle: EagleConfig, folder: Path, *, has_query_norm: bool) -> Any:
-    kind: type[PreTrainedConfig] = Qwen3Config if has_query_norm else LlamaConfig
+def _layer_config(eagle: EagleConfig, tensors: Tensors, folder: Path) -> Any:
+    """Of Llama's layer, or of Qwen3's where queries and keys have norms."""
+    kind: type[PreTrainedConfig] = Qwen3Config if _QUERY_NORM in tensors else LlamaConfig
     said = {**eagle.layer, "num_hidden_layers": 1, "layer_types": ["full_attention"]}
     said = {name: value for name, value in said.items() if name not in ("model_type", "architectures", "auto_map")}
     try:
@@ -194,6 +196,7 @@ def _layer_config(eagle: EagleConfig, folder: Path, *, has_query_norm: bool) -> 
         raise HeadsError(f"{folder / CONFIG_FILE} does not describe a decoder layer: {first_line(error)}") from error
     if rope in _DYNAMIC_ROPE:
         raise HeadsError(f"{folder / CONFIG_FILE} names {rope} RoPE, which depends on the longest request of a batch")
+    config.mlp_bias = f"{_BLOCK}mlp.gate_proj.bias" in tensors
     config._attn_implementation = ATTENTION_NAME
     return config
 
@@ -245,7 +248,7 @@ def _filled(config: HeadsConfig, layer: Any, found: Tensors, source: Path, loade
         layers,
         eagle.norm_before_residual,
         eagle.norm_before_fc,
-        f"{_BLOCK}self_attn.q_norm.weight" in found,
+        _QUERY_NORM in found,
         frozenset(name.removeprefix(_BLOCK).removesuffix(".bias") for name in found if name.endswith(".bias")),
     )
     with torch.device("meta"):

@@ -188,3 +188,120 @@ def test_entries_are_what_a_step_stores(tmp_path: Path, kind: str) -> None:
     keys, values = heads.heads.entries(states()[rows], TOKENS[rows], rows)
     torch.testing.assert_close(keys, given[0])
     torch.testing.assert_close(values, given[1])
+
+
+def test_several_modules_are_the_first_one_used_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = mtp_tensors("mimo")
+    second = {name.replace("layers.0.", "layers.1."): t for name, t in mtp_tensors("mimo", seed=4).items()}
+    with caplog.at_level(logging.INFO, "headlong"):
+        heads = read_checkpoint_mtp(at(tmp_path, "mimo", {**first, **second}))
+    assert heads is not None
+    assert "holds 2 MTP modules; the first drafts at every depth" in caplog.text
+    embedding = tiny_base("mimo").get_input_embeddings().weight
+    found = drafted_outputs(heads.heads, states(), TOKENS, 7, DEPTHS)[0]
+    torch.testing.assert_close(found, meant("mimo", first, embedding, 7)[0], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["copies", "own"])
+def test_copies_of_embedding_and_lm_head_are_shared(tmp_path: Path, is_own: bool) -> None:
+    base = tiny_base("glm")
+    embedding = base.get_input_embeddings().weight + float(is_own)
+    lm_head = base.get_output_embeddings().weight + float(is_own)
+    copies = {"embed_tokens.weight": embedding.clone(), "shared_head.head.weight": lm_head.clone()}
+    tensors = mtp_tensors("glm") | {f"{PREFIX['glm']}{name}": tensor for name, tensor in copies.items()}
+    heads = read_checkpoint_mtp(at(tmp_path, "glm", tensors))
+    assert heads is not None
+    assert (heads.lm_head is not None) == is_own
+    if heads.lm_head is not None:
+        assert torch.equal(heads.lm_head, lm_head)
+    found = drafted_outputs(heads.heads, states(), TOKENS, 7, DEPTHS)[0]
+    torch.testing.assert_close(found, meant("glm", mtp_tensors("glm"), embedding, 7)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_the_scale_is_the_architectures_own(tmp_path: Path) -> None:
+    """YaRN sharpens DeepSeek's attention."""
+    yarn = {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 32}
+    yarn |= {"mscale": 1.0, "mscale_all_dim": 1.0}
+    base = tiny_base("deepseek", rope_parameters=yarn)
+    loaded = dataclasses.replace(as_loaded(base), path=write(tmp_path, mtp_tensors("deepseek")))
+    heads = read_checkpoint_mtp(loaded)
+    assert heads is not None
+    assert heads.heads.scale == pytest.approx(10**-0.5 * (0.1 * math.log(4) + 1) ** 2)
+
+
+def test_a_model_without_one_has_none(tmp_path: Path) -> None:
+    assert read_checkpoint_mtp(as_loaded(tiny_base("glm"))) is None
+    save_file({"model.layers.1.enorm.weight": torch.ones(HIDDEN)}, tmp_path / "model.safetensors")
+    assert read_checkpoint_mtp(dataclasses.replace(as_loaded(tiny_base("glm")), path=tmp_path)) is None
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {its: tensor for its, tensor in tensors.items() if its != name}
+
+
+GLM = mtp_tensors("glm")
+EXPERT = f"{PREFIX['glm']}mlp.experts.1.up_proj.weight"
+ENORM = f"{PREFIX['glm']}enorm.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "reason"),
+    [
+        (without(GLM, ENORM), r"model\.layers\.2\.enorm\.weight is absent, should be 16"),
+        ({**GLM, ENORM: torch.ones(17)}, r"model\.layers\.2\.enorm\.weight is 17, should be 16"),
+        ({**GLM, ENORM: torch.full((16,), torch.inf)}, r"model\.layers\.2\.enorm\.weight holds values that are not finite"),
+        ({**GLM, f"{PREFIX['glm']}new.weight": torch.ones(3)}, r"model\.layers\.2\.new\.weight is 3, should be absent"),
+        (without(GLM, EXPERT), r"the experts of model\.layers\.2\.mlp\.experts are not whole, or not of one size"),
+        ({**GLM, EXPERT: torch.ones(3, 16)}, r"the experts of model\.layers\.2\.mlp\.experts are not whole"),
+        (without(GLM, f"{PREFIX['glm']}self_attn.q_norm.weight"), r"self_attn\.q_norm\.weight is absent, should be 8"),
+    ],
+)
+@pytest.mark.parametrize("shards", [1, 2])
+def test_what_cannot_be_run_is_refused(tmp_path: Path, tensors: Tensors, reason: str, shards: int) -> None:
+    with pytest.raises(ModelLoadError, match=reason) as refused:
+        read_checkpoint_mtp(at(tmp_path, "glm", tensors, shards))
+    assert "\n" not in str(refused.value)
+    assert "model.safetensors" in str(refused.value)
+
+
+def load(folder: Path) -> LoadedModel:
+    return load_model(ModelConfig(str(folder)), torch.device("cpu"), torch.float32, lambda _: None)
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("kind", ["deepseek", "glm", "mimo"])
+def test_a_model_loads_without_its_module(tmp_path: Path, kind: str, shards: int) -> None:
+    """transformers knows the numbers of the released sizes alone; the module is found all the same."""
+    loaded = load(write_model(tmp_path, kind, shards))
+    before, after = tiny_base(kind).state_dict(), loaded.model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    heads = find_heads(None, loaded)
+    assert heads is not None
+    embedding = loaded.model.get_input_embeddings().weight
+    found = drafted_outputs(heads.heads, states(), TOKENS, 7, DEPTHS)[0]
+    torch.testing.assert_close(found, meant(kind, mtp_tensors(kind), embedding, 7)[0], atol=1e-5, rtol=1e-5)
+    assert heads.config.vocab_size == VOCAB
+
+
+def test_other_unknown_weights_are_refused_still(tmp_path: Path) -> None:
+    write_model(tmp_path, "glm")
+    tensors = load_file(tmp_path / "model.safetensors")
+    write(tmp_path, {**tensors, "model.layers.1.new.weight": torch.ones(3)})
+    with pytest.raises(ModelLoadError, match=r"weights that its configuration does not know: model\.layers\.1\.new"):
+        load(tmp_path)
+
+
+def test_quantized_modules_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "deepseek")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = f"{PREFIX['deepseek']}eh_proj.weight"
+    write(tmp_path, {**tensors, name: tensors[name].to(torch.float8_e4m3fn)})
+    with pytest.raises(ModelLoadError, match="stores weights as F8_E4M3; quantized checkpoints cannot be served yet"):
+        load(tmp_path)
+
+
+def test_a_lost_shard_is_named(tmp_path: Path) -> None:
+    loaded = at(tmp_path, "glm", GLM, shards=3)
+    (tmp_path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(ModelLoadError, match="lacks weight files its index names: model-00002-of-00003"):
+        read_checkpoint_mtp(loaded)
