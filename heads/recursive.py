@@ -1,32 +1,29 @@
-"""Recursive draft modules with keys and values of their own: what the engine asks of one, whoever published it.
+"""Draft modules that attend to a KV layer of their own: the interface they share.
 
-The *entry* of position q (q >= 1) joins the state of position q - 1 with the token at q. Depth 1 of a draft is the
-entry of the newest token; each further depth joins the state that the depth before handed on with the token it drafted.
-Only differences of positions matter to rotary embeddings, so every module numbers its entries by q, whatever its
-reference does.
+An entry joins the state of position q - 1 with the token at position q and belongs to position q; position 0 has none.
+Entries of the text are made from the base model's states, those of drafted tokens from the module's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from heads.lm_head import DraftLmHead
 
-# (queries [rows, heads, key_dim] rotated, keys [rows, kv_heads, key_dim] rotated, values [rows, kv_heads, value_dim])
-# -> mixed [rows, heads, value_dim]. It stores the rows' keys and values and lets each row see the committed entries, its
-# path and itself.
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# (queries [rows, heads, key_dim] rotated, keys [rows, kv_heads, key_dim] rotated, values [rows, kv_heads, value_dim])
+# -> mixed [rows, heads, value_dim]. It stores the rows' keys and values and lets each row see the committed entries,
+# its path and itself. Scale key_dim**-0.5 unless module.scale is set.
 
 
-@runtime_checkable
 class OwnKvModule(Protocol):
-    """One attention layer, used again for every depth.
+    """One block, used for every depth.
 
-    num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its attention. hidden_layers: decoder
-    layers of the base model whose outputs ``condition`` reads; () for the final state alone.
+    num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its one attention layer. hidden_layers:
+    base layers whose states ``condition`` reads; () for the final state alone.
     """
 
     num_heads: int
@@ -38,13 +35,14 @@ class OwnKvModule(Protocol):
     hidden_layers: tuple[int, ...]
 
     def condition(self, final: torch.Tensor, layers: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """[rows, hidden]: the states of depth 0, from the base model's."""
+        """[rows, hidden]: the state of depth 0, from the base model's (EAGLE-3 fuses three layers; others return
+        ``final``)."""
         ...
 
     def entries(
         self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of rows, as ``step`` stores them, without running attention."""
+        """Keys, values of rows, without running attention. positions: those of the tokens."""
         ...
 
     def step(
@@ -54,5 +52,5 @@ class OwnKvModule(Protocol):
         ...
 
     def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
-        """[rows, draft vocabulary]. depth counts from 1."""
+        """[rows, draft vocabulary] from a depth's outputs."""
         ...

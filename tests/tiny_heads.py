@@ -12,12 +12,13 @@ from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base, new_mtp
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from heads.lm_head import DraftLmHead
 from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
-from heads.settings import TrainSettings
+from heads.settings import KvSource, TrainSettings
 
 
 @functools.cache
@@ -36,9 +37,9 @@ def medusa_drafter(architecture: str, *, coupling: bool = True, draft_vocab: int
     return MedusaDrafter(random_heads(), lm_head, coupling=coupling, eos_token_ids=(EOS,))
 
 
-def random_mtp(model: PreTrainedModel, depths: int = 3, seed: int = 3) -> MtpModule:
+def random_mtp(model: PreTrainedModel, depths: int = 3, seed: int = 3, kv: KvSource = "base") -> MtpModule:
     """Whose every weight matters."""
-    module = new_mtp(model, TrainSettings(num_heads=depths, seed=seed)).float()
+    module = new_mtp(model, TrainSettings(num_heads=depths, seed=seed, kv=kv)).float()
     torch.manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() > 1:
@@ -54,6 +55,14 @@ def mtp_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: i
     token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
     lm_head = DraftLmHead(output_head(model), token_ids)
     return MtpDrafter(random_mtp(model), lm_head, coupling=coupling, eos_token_ids=(EOS,))
+
+
+def own_kv_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: int | None = None) -> OwnKvDrafter:
+    """An MTP module with a KV layer of its own. draft_vocab: as ``medusa_drafter`` takes it."""
+    token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
+    lm_head = DraftLmHead(output_head(model), token_ids)
+    module = random_mtp(model, kv="own")
+    return OwnKvDrafter(module, lm_head, method="mtp", coupling=coupling, eos_token_ids=(EOS,))
 
 
 def random_markov(lm_head: DraftLmHead, depths: int = 3, seed: int = 3) -> MarkovHeads:

@@ -118,13 +118,16 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
 
 
 def _require_block(config: HeadsConfig, loaded: LoadedModel) -> None:
-    """Raises ModelLoadError for an MTP module that cannot read the model's last-layer KV."""
+    """Raises ModelLoadError for an MTP module that cannot share the model's rotation, or read its last-layer KV."""
     assert config.mtp is not None
-    if config.mtp.kv != "base":
-        raise ModelLoadError(
-            f"the MTP module for {config.base_model.name} keeps keys and values of its own, which cannot be served yet"
-        )
     shape = layer_shapes(loaded.model)[-1]
+    if config.mtp.kv == "own":
+        if config.mtp.head_dim != shape.key_dim:
+            raise ModelLoadError(
+                f"the MTP module for {config.base_model.name} has heads of {config.mtp.head_dim} numbers; "
+                f"{loaded.name} rotates {shape.key_dim}"
+            )
+        return
     found = (config.mtp.kv_heads, config.mtp.head_dim, config.mtp.head_dim)
     if found != (shape.num_kv_heads, shape.key_dim, shape.value_dim):
         raise ModelLoadError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from heads.checkpoint import Heads
 from heads.config import Calibration
@@ -24,6 +25,15 @@ def head_drafter(
     eos_token_ids: tuple[int, ...] = (),
 ) -> Drafter:
     """The drafter of the heads' method. Preparing it changes heads and lm_head for good."""
+    if isinstance(heads, MtpModule) and heads.shape.kv == "own":
+        return OwnKvDrafter(
+            heads,
+            lm_head,
+            method=heads.method,
+            calibration=calibration,
+            coupling=coupling,
+            eos_token_ids=eos_token_ids,
+        )
     if isinstance(heads, MtpModule):
         return MtpDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
     if isinstance(heads, MarkovHeads):
