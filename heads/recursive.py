@@ -22,10 +22,11 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class OwnKvModule(Protocol):
     """One block, used for every depth.
 
-    num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its one attention layer. hidden_layers:
+    method: its drafter's name. num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its one attention layer. hidden_layers:
     base layers whose states ``condition`` reads; () for the final state alone.
     """
 
+    method: str
     num_heads: int
     hidden_size: int
     kv_heads: int

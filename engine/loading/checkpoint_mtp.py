@@ -95,7 +95,7 @@ class CheckpointMtp(nn.Module):
 
     def _join(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         any_embedding: Any = self._embedding[0]
-        dtype = self.projection.weight.dtype
+        dtype = self.embedding_norm.weight.dtype
         embedded = self.embedding_norm(nn.functional.embedding(tokens, any_embedding.weight).to(dtype))
         states = self.hidden_norm(states.to(dtype))
         parts = (states, embedded) if self._state_first else (embedded, states)

@@ -97,7 +97,6 @@ class EagleModule(nn.Module):
         Call it once the weights are there."""
         # Behind a tuple it is not a part of this module: what packs the module must not copy the model's weights.
         self._embedding = (embedding,)
-        self._layer: Any = self.layers[0]
         self._attention = DraftAttention(self._layer.self_attn, self.rotary)
         self.kv_heads, self.key_dim, self.value_dim, self.scale = self._attention.shape(2 * self.hidden_size)
 
@@ -122,6 +121,10 @@ class EagleModule(nn.Module):
     def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
         logits: torch.Tensor = lm_head(outputs)
         return logits
+
+    @property
+    def _layer(self) -> Any:
+        return self.layers[0]
 
     def _join(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what attention reads [rows, 2 * hidden], the residual [rows, hidden])."""
