@@ -49,6 +49,7 @@ def first_heads(job: TrainJob, start: LoadedHeads | None, loaded: LoadedModel) -
     settings = job.settings.training
     if start is not None:
         require_fitting(start, loaded)
+        assert isinstance(start.heads, Heads), "load_heads gives no others"
         heads = start.heads.train().requires_grad_(True)
         if not isinstance(heads, MedusaHeads) or job.method == MedusaHeads.method:
             return heads

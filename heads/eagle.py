@@ -4,10 +4,10 @@
 - The library ``speculators``: ``speculators_model_type`` "eagle3" and the layer's configuration under
   ``transformer_layer_config``, of which values that are the architecture's defaults may be left out.
 
-Which layers of the base model it fuses is counted in two ways. In the reference (``modeling_llama_kv``), in vLLM and in
-``eagle_aux_hidden_state_layer_ids`` at the top of a configuration, number i is what goes *into* layer i. Under
-``eagle_config`` (SpecForge, ModelOpt), it is what comes *out of* layer i: SGLang adds one to those. Without either it is
-the input of layers 2, N // 2 and N - 3 of N.
+Which layers of the base model it fuses is counted in two ways. In the reference (``modeling_llama_kv``), in vLLM and
+in ``eagle_aux_hidden_state_layer_ids`` at the top of a configuration, number i is what goes *into* layer i. Under
+``eagle_config`` (SpecForge, ModelOpt), it is what comes *out of* layer i: SGLang adds one to those. Without either it
+is the input of layers 2, N // 2 and N - 3 of N.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def parse_eagle(raw: Mapping[str, Any]) -> EagleConfig:
 
 
 def verifier_name(raw: Mapping[str, Any]) -> str:
-    """The last part of what the configuration calls its base model: a hub id or somebody's path; empty if it does not."""
+    """The last part of what the configuration calls its base model, a hub id or somebody's path; or nothing."""
     name = raw.get("speculators_config", {}).get("verifier", {}).get("name_or_path") or ""
     parts = [part for part in re.split(r"[/\\]", name) if part]
     return parts[-1] if parts else ""

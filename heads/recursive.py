@@ -22,8 +22,8 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 class OwnKvModule(Protocol):
     """One block, used for every depth.
 
-    method: its drafter's name. num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its one attention layer. hidden_layers:
-    base layers whose states ``condition`` reads; () for the final state alone.
+    method: its drafter's name. num_heads: depths it is used for. kv_heads, key_dim, value_dim, scale: of its one
+    attention layer. hidden_layers: base layers whose states ``condition`` reads; () for the final state alone.
     """
 
     method: str

@@ -71,9 +71,9 @@ def eagle_tensors(
     made = {}
     for name, shape in shapes.items():
         is_outer = name.split(".")[0] in ("fc", "norm", "lm_head")
-        scale = 2.0 * shape[-1] ** -0.5
-        tensor = torch.randn(shape, generator=draw) * scale if len(shape) > 1 else torch.rand(shape, generator=draw) + 0.5
-        made[name if is_outer else f"{block}{name}"] = tensor
+        is_norm = len(shape) == 1
+        numbers = torch.rand(shape, generator=draw) + 0.5 if is_norm else torch.randn(shape, generator=draw)
+        made[name if is_outer else f"{block}{name}"] = numbers if is_norm else 2.0 * shape[-1] ** -0.5 * numbers
     if draft_ids is not None:
         made["d2t"] = torch.tensor(draft_ids) - torch.arange(len(draft_ids))
         made["t2d"] = torch.tensor([token in draft_ids for token in range(VOCAB)])

@@ -81,7 +81,9 @@ def _shapes(kind: str) -> dict[str, tuple[int, ...]]:
     else:
         prefix = block = f"model.layers.{LAYERS}."
         own = {"enorm": (HIDDEN,), "hnorm": (HIDDEN,), "shared_head.norm": (HIDDEN,), "eh_proj": (HIDDEN, 2 * HIDDEN)}
-    layer: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (HIDDEN,), "post_attention_layernorm.weight": (HIDDEN,)}
+    layer: dict[str, tuple[int, ...]] = {
+        f"{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")
+    }
     layer |= _latent() if kind == "deepseek" else _attention(kind)
     layer |= _gated("mlp", 24) if kind == "mimo" else _mixture(kind)
     return {f"{prefix}{name}.weight": shape for name, shape in own.items()} | {

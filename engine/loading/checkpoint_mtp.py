@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError
-from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention
+from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, draft_dtype, embedding_for
 from engine.loading.model import LoadedModel
 from engine.loading.mtp_layouts import MtpLayout, find_layout
 from engine.loading.weights import INDEX, SINGLE, read_headers, read_tensors, weight_files
@@ -140,16 +140,16 @@ def read_checkpoint_mtp(loaded: LoadedModel) -> LoadedHeads | None:
     if layout is None:
         return None
     if layout.depths > 1:
-        log.info("the checkpoint of %s holds %d MTP modules; the first drafts at every depth", loaded.name, layout.depths)
+        log.info("%s has %d MTP modules; the first of them drafts at every depth", loaded.name, layout.depths)
     tensors = read_tensors(weight_files(loaded.path), layout.is_first)
-    embedding = _own(tensors, layout.embedding, loaded.model.get_input_embeddings())
-    lm_head = _own(tensors, layout.lm_head, loaded.model.get_output_embeddings())
+    any_model: Any = loaded.model
+    embedding = _own(tensors, layout.embedding, any_model.get_input_embeddings())
+    lm_head = _own(tensors, layout.lm_head, any_model.get_output_embeddings())
     try:
         module = _filled(loaded, layout, tensors)
     except HeadsError as error:
         raise ModelLoadError(str(error)) from error
-    shared = loaded.model.get_input_embeddings()
-    module.attach(shared if embedding is None else nn.Embedding.from_pretrained(embedding.to(loaded.model.device)))
+    module.attach(embedding_for(loaded.model, embedding))
     config = HeadsConfig(
         method=module.method,
         num_heads=module.num_heads,
@@ -177,7 +177,7 @@ def _filled(loaded: LoadedModel, layout: MtpLayout, stored: Mapping[str, torch.T
         module = CheckpointMtp(model, layout, is_mixture=any(".experts." in name for name in found))
     parameters = {layout.name_of(name): name for name in module.state_dict()}
     require_fitting(found, {name: module.state_dict()[its] for name, its in parameters.items()}, source)
-    dtype = torch.float32 if model.dtype == torch.float64 else model.dtype  # drafts need no more
+    dtype = draft_dtype(model)
     exact = tuple(model._keep_in_fp32_modules_strict or ())
     weights = {
         parameters[name]: tensor.to(model.device, torch.float32 if name.endswith(exact) else dtype, copy=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from engine.errors import ModelLoadError
 from heads.recursive import Attend
@@ -40,6 +40,19 @@ def _ask(
 
 
 AttentionInterface.register(ATTENTION_NAME, _ask)
+
+
+def draft_dtype(model: PreTrainedModel) -> torch.dtype:
+    """What a module for ``model`` computes in: drafts need no more than float32."""
+    return torch.float32 if model.dtype == torch.float64 else model.dtype
+
+
+def embedding_for(model: PreTrainedModel, own: torch.Tensor | None) -> nn.Module:
+    """Of a module's input tokens: the model's, shared, unless it has its ``own``, [vocab, hidden]."""
+    if own is None:
+        shared: nn.Module = model.get_input_embeddings()
+        return shared
+    return nn.Embedding(*own.shape, _weight=own.to(model.device, draft_dtype(model)), _freeze=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """EAGLE-3 modules (arXiv 2503.01840) from public folders: those of its authors, SpecForge and ``speculators``.
 
-As in the reference (``eagle/model/cnets.py``) and vLLM (``llama_eagle3.py``): three states of the base model are fused by
-``fc`` at depth 0 alone; the one layer's queries, keys and values read [norm of the embedding, norm of the state], the
-state alone is its residual; what it hands on is its output *before* the last norm. ``d2t`` holds offsets: draft token i
-is the model's token i + d2t[i].
+As in the reference (``eagle/model/cnets.py``) and vLLM (``llama_eagle3.py``): three states of the base model are fused
+by ``fc`` at depth 0 alone; the one layer's queries, keys and values read [norm of the embedding, norm of the state],
+the state alone is its residual; what it hands on is its output *before* the last norm. ``d2t`` holds offsets: draft
+token i is the model's token i + d2t[i].
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from engine.errors import ModelLoadError
 from engine.loading.checks import first_line
-from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention
+from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, draft_dtype, embedding_for
 from engine.loading.model import LoadedModel
 from engine.loading.weights import INDEX, SINGLE, read_tensors, weight_files
 from heads.checkpoint import LoadedHeads
@@ -64,7 +63,7 @@ class _Layer(nn.Module):
             has_bias = f"self_attn.{name}" in sizes.biased
             setattr(attention, name, nn.Linear(width, getattr(attention, name).out_features, bias=has_bias))
         self.self_attn = attention
-        self.mlp = LlamaMLP(config)
+        self.mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
         self.hidden_norm = LlamaRMSNorm(hidden, eps=eps)
         self.input_layernorm = LlamaRMSNorm(hidden, eps=eps)
         self.post_attention_layernorm = LlamaRMSNorm(hidden, eps=eps)
@@ -149,8 +148,7 @@ def read_eagle(folder: Path, config: HeadsConfig, loaded: LoadedModel) -> Loaded
     token_ids, lm_head = _drafted(tensors.pop("d2t", None), lm_head, layer.vocab_size, source)
     module = _filled(config, layer, tensors, source, loaded)
     _require_matrices(embedding, lm_head, layer, source, loaded)
-    shared = loaded.model.get_input_embeddings()
-    module.attach(shared if embedding is None else nn.Embedding.from_pretrained(embedding.to(loaded.model.device)))
+    module.attach(embedding_for(loaded.model, embedding))
     width = config.eagle.target_hidden or module.hidden_size
     sized = dataclasses.replace(config, hidden_size=width, vocab_size=layer.vocab_size)
     return LoadedHeads(folder, sized, module.eval().requires_grad_(False), token_ids, lm_head)
@@ -163,7 +161,8 @@ def _read(folder: Path) -> tuple[Path, Tensors]:
             source = folder / name
             break
     else:
-        raise HeadsError(f"{folder} holds no weights of an EAGLE-3 module: none of {SINGLE}, {INDEX}, {_PICKLE} is there")
+        names = f"{SINGLE}, {INDEX}, {_PICKLE}"
+        raise HeadsError(f"{folder} holds no weights of an EAGLE-3 module: none of {names} is there")
     stored = read_weights(source) if source.name == _PICKLE else read_tensors(weight_files(folder), lambda _: True)
     tensors: Tensors = {}
     for name, tensor in stored.items():
@@ -180,7 +179,7 @@ def _read(folder: Path) -> tuple[Path, Tensors]:
         )
     if any(name.startswith("layers.1.") for name in tensors):
         raise HeadsError(f"{source} holds an EAGLE-3 module of several layers; those of one can be served")
-    small = sorted({str(t.dtype).removeprefix("torch.") for t in tensors.values() if t.is_floating_point() and t.itemsize < 2})
+    small = sorted({str(t.dtype) for t in tensors.values() if t.is_floating_point() and t.itemsize < 2})
     if small:
         raise HeadsError(f"{source} stores weights as {', '.join(small)}; quantized modules cannot be served")
     return source, tensors
@@ -226,16 +225,16 @@ def _require_matrices(
     embedding: torch.Tensor | None, lm_head: torch.Tensor | None, layer: Any, source: Path, loaded: LoadedModel
 ) -> None:
     """Raises HeadsError unless embedding and lm_head are there, the module's own or the model's, of the right width."""
-    wanted = {}
-    for name, own, rows, shared in (
-        ("embed_tokens.weight", embedding, layer.vocab_size, loaded.model.get_input_embeddings()),
-        ("lm_head.weight", lm_head, None if lm_head is None else len(lm_head), loaded.model.get_output_embeddings()),
-    ):
-        if own is not None:
-            wanted[name] = (own, torch.empty(rows, layer.hidden_size, device="meta"))
-        elif shared.weight.shape[1] != layer.hidden_size:
-            raise HeadsError(f"{source} is {layer.hidden_size} wide, the model {shared.weight.shape[1]}, and it has no {name}")
-    require_fitting({name: own for name, (own, _) in wanted.items()}, {name: w for name, (_, w) in wanted.items()}, source)
+    model: Any = loaded.model
+    own = {"embed_tokens.weight": embedding, "lm_head.weight": lm_head}
+    shared = (model.get_input_embeddings().weight, model.get_output_embeddings().weight)
+    hidden = layer.hidden_size
+    for (name, tensor), models in zip(own.items(), shared, strict=True):
+        if tensor is None and models.shape[1] != hidden:
+            raise HeadsError(f"{source} is {hidden} wide, the model {models.shape[1]}, and it has no {name}")
+    found = {name: tensor for name, tensor in own.items() if tensor is not None}
+    rows = {"embed_tokens.weight": layer.vocab_size, "lm_head.weight": 0 if lm_head is None else len(lm_head)}
+    require_fitting(found, {name: torch.empty(rows[name], hidden, device="meta") for name in found}, source)
 
 
 def _filled(config: HeadsConfig, layer: Any, found: Tensors, source: Path, loaded: LoadedModel) -> EagleModule:
@@ -245,7 +244,9 @@ def _filled(config: HeadsConfig, layer: Any, found: Tensors, source: Path, loade
     num_layers = model.config.get_text_config().num_hidden_layers
     layers = eagle.fused(num_layers)
     if len(set(layers)) != len(layers) or not all(0 <= number < num_layers for number in layers):
-        raise HeadsError(f"{source} reads the outputs of layers {list(layers)} (from 0); {loaded.name} has {num_layers} layers")
+        raise HeadsError(
+            f"{source} reads the outputs of layers {list(layers)} (from 0); {loaded.name} has {num_layers} layers"
+        )
     sizes = _Sizes(
         eagle.target_hidden or layer.hidden_size,
         layers,
@@ -257,6 +258,7 @@ def _filled(config: HeadsConfig, layer: Any, found: Tensors, source: Path, loade
     with torch.device("meta"):
         module = EagleModule(layer, sizes, config.num_heads)
     require_fitting(found, module.state_dict(), source)
-    dtype = torch.float32 if model.dtype == torch.float64 else model.dtype  # drafts need no more
-    module.load_state_dict({name: tensor.to(model.device, dtype, copy=True) for name, tensor in found.items()}, assign=True)
+    dtype = draft_dtype(model)
+    weights = {name: tensor.to(model.device, dtype, copy=True) for name, tensor in found.items()}
+    module.load_state_dict(weights, assign=True)
     return module.to(model.device)

@@ -2,15 +2,16 @@
 
 Facts and where they are from:
 
-- DeepSeek-V3 (arXiv 2412.19437, section 2.2, and the README_WEIGHTS of its repository) and GLM-4.5: layers N, N + 1, ...
-  after the model's N; the projection reads [embedding, state]. Copies of the embedding and of lm_head lie beside it.
+- DeepSeek-V3 (arXiv 2412.19437, section 2.2, and the README_WEIGHTS of its repository) and GLM-4.5: layers N, N + 1 and
+  so on, behind the model's N; the projection reads [embedding, state]. Copies of the embedding and of lm_head lie
+  beside it.
 - MiMo (vLLM's ``mimo_mtp``): ``model.mtp_layers``; the projection reads [state, embedding], the other way round.
 - Qwen3-Next and Qwen3.5 (vLLM's ``qwen3_next_mtp``): ``mtp``; [embedding, state]; norms scale by one plus their weight,
   as the model's own do.
 
-All of them read the state after the model's last norm, and hand on what comes out of their own last norm, which lm_head
-reads too (transformers' ``MtpModel``; vLLM since its pull requests 45895 and 47448: handing on the state before that norm
-costs DeepSeek-R1 three points of acceptance).
+All of them read the state after the model's last norm, and hand on what comes out of their own last norm, which
+lm_head reads too (transformers' ``MtpModel``; vLLM since its pull requests 45895 and 47448). Earlier servers handed on
+the state before that norm, which cost DeepSeek-R1 three points of acceptance (ROCm/ATOM, pull request 1764).
 """
 
 from __future__ import annotations

@@ -87,7 +87,9 @@ def meant(
     return torch.stack(outputs), keys, values
 
 
-def require_meant(heads: LoadedHeads, tensors: Tensors, layers: tuple[int, ...], depth: int = LAYERS, **how: Any) -> None:
+def require_meant(
+    heads: LoadedHeads, tensors: Tensors, layers: tuple[int, ...], depth: int = LAYERS, **how: Any
+) -> None:
     """The module drafts the logits that ``tensors`` mean. layers: of the base model, of ``depth``, whose outputs it
     fuses."""
     module, block = heads.heads, "midlayer." if "midlayer.hidden_norm.weight" in tensors else "layers.0."
@@ -254,7 +256,10 @@ OWN = authors_config(eagle_aux_hidden_state_layer_ids=[2, 3, 4])
         (changed("norm.weight", torch.full((16,), torch.nan)), "norm.weight holds values that are not finite"),
         (changed("layers.0.mlp.up_proj.weight", torch.ones(24, 16)), "holds layers.0.mlp.up_proj.weight twice"),
         (changed("layers.1.mlp.up_proj.weight", torch.ones(24, 16)), "EAGLE-3 module of several layers"),
-        (changed("norm.weight", torch.ones(16).to(torch.float8_e4m3fn)), "stores weights as float8_e4m3fn"),
+        (
+            changed("norm.weight", torch.ones(16).to(torch.float8_e4m3fn)),
+            "stores weights as torch.float8_e4m3fn; quantized modules",
+        ),
         (changed("d2t", None), "an lm_head of 10 of 61 tokens and no d2t"),
         (changed("d2t", torch.tensor(DRAFT_IDS)), "d2t must lead to distinct tokens below 61; it holds offsets"),
         (changed("d2t", torch.arange(10).neg()), "d2t must lead to distinct tokens"),
@@ -267,11 +272,11 @@ OWN = authors_config(eagle_aux_hidden_state_layer_ids=[2, 3, 4])
         (lambda folder: (folder / "model.safetensors").write_bytes(b"no"), "truncated or corrupt"),
         (said(eagle_aux_hidden_state_layer_ids=[2, 3, 9]), r"outputs of layers \[1, 2, 8\].*tiny has 6 layers"),
         (said(eagle_aux_hidden_state_layer_ids=[0, 2, 3]), r"outputs of layers \[-1, 1, 2\].*tiny has 6 layers"),
-        (said(eagle_aux_hidden_state_layer_ids="2"), "does not describe an EAGLE-3 module: eagle_aux_hidden_state_layer"),
-        (said(eagle_config={"use_aux_hidden_state": False}), "does not describe an EAGLE-3 module: eagle_config/use_aux"),
+        (said(eagle_aux_hidden_state_layer_ids="2"), "does not describe an EAGLE-3 module: eagle_aux_hidden"),
+        (said(eagle_config={"use_aux_hidden_state": False}), "does not describe an EAGLE-3 module: eagle_config/use"),
         (said(quantization_config={"quant_method": "fp8"}), "does not describe an EAGLE-3 module: quantization_config"),
         (said(speculators_model_type="eagle"), "does not describe an EAGLE-3 module: speculators_model_type"),
-        (said(speculators_model_type="eagle3"), "does not describe an EAGLE-3 module: the file: 'transformer_layer_con"),
+        (said(speculators_model_type="eagle3"), "an EAGLE-3 module: the file: 'transformer_layer_con"),
         (said(hidden_size=None), "does not describe a decoder layer"),
         (said(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "names dynamic RoPE"),
         (said(vocab_size=60), "d2t must lead to distinct tokens below 60|vocabulary of 60 tokens"),

@@ -121,8 +121,8 @@ def test_drafters_that_contradict_the_heads_are_refused(tmp_path: Path) -> None:
         make_drafters(SpeculationConfig(drafters=("suffix", "medusa")), loaded())
     with pytest.raises(ModelLoadError, match="leaves medusa out"):
         make_drafters(SpeculationConfig(drafters=("suffix",), heads=str(write(tmp_path))), loaded())
-    with pytest.raises(ModelLoadError, match="unknown drafter 'eagle'; available: suffix, medusa"):
-        make_drafters(SpeculationConfig(drafters=("eagle",)), loaded())
+    with pytest.raises(ModelLoadError, match="unknown drafter 'hydra'; available: suffix, medusa"):
+        make_drafters(SpeculationConfig(drafters=("hydra",)), loaded())
 
 
 def test_without_speculation_no_heads_are_read() -> None:

@@ -21,7 +21,6 @@ from engine.core import EngineCore
 from engine.draft_test import self_test
 from engine.errors import ModelLoadError
 from engine.loading import LoadedModel, load_model
-from engine.loading.heads import output_head
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import DraftContext
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
