@@ -29,7 +29,7 @@ from tiny_engine import (
     tiny_core,
     tiny_model,
 )
-from tiny_heads import FusedModule, random_mtp
+from tiny_heads import FusedModule, own_kv_drafter, random_mtp
 
 from engine.backend import Backend, RunnerNeeds, TransformersBackend
 from engine.batch import build_batch
@@ -42,6 +42,7 @@ from engine.spec_decode.draft_block import Committed, DepthRows
 from engine.spec_decode.drafter import CommittedRows, HiddenStates
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.tree import DraftTree
+from engine.spec_decode.watched import WatchedDrafter
 from heads.batch import make_batch
 from heads.data import Answer as Text
 from heads.data import Ask, Context
@@ -347,3 +348,12 @@ def test_preempted_requests_are_computed_again(kind: str, prefix_caching: bool) 
     answers, preemptions = engine.run(requests, spoils=not prefix_caching)
     assert preemptions > 1
     assert {name: answer.ids for name, answer in answers.items()} == truth
+
+
+def test_a_watched_drafter_stores_what_the_inner_one_does() -> None:
+    core = tiny_core("llama", [WatchedDrafter(own_kv_drafter(tiny_model("llama")))])
+    inner: Any = core.drafting.drafters[0]._inner._own  # type: ignore[attr-defined]
+    inner._cache.keys[0].fill_(float("nan"))
+    run(core, made_up(4, [11], 4))
+    computed = 11 + 4 - 1
+    assert int(inner._cache.keys[0].isfinite().all(dim=2).all(dim=0).sum()) >= computed - 1
