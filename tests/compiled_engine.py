@@ -70,7 +70,9 @@ def compiled_core(
     sizes = dataclasses.replace(sizes or Sizes(), block_size=BLOCK)
     made = backend(family, is_int8)
     block_bytes = sum(shape.bytes_per_token(torch.float32) for shape in made.shapes) * BLOCK
-    block_bytes += sum(drafter.block_bytes(BLOCK, torch.float32) for drafter in drafters if isinstance(drafter, KvOwner))
+    block_bytes += sum(
+        drafter.block_bytes(BLOCK, torch.float32) for drafter in drafters if isinstance(drafter, KvOwner)
+    )
     settings = EngineSettings(
         ModelConfig(path="tiny"),
         EngineConfig(

@@ -46,13 +46,14 @@ def test_every_setting_reaches_the_engine() -> None:
         "answers.tokens=7",
         "training.num_heads=2",
         "training.seed=9",
+        "training.kv=own",
     ]
     model, engine, training = load_settings(TrainConfig, FILE, overrides, {"model.path": "m"}).to_engine_settings()
     assert (model.path, model.dtype) == ("m", "float32")
     assert engine.kv_cache_memory == 2**30
     assert training.answers.temperatures == (0.5, 1.0)
     assert training.answers.tokens == 7
-    assert training.training == TrainSettings(num_heads=2, seed=9)
+    assert training.training == TrainSettings(num_heads=2, seed=9, kv="own")
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_every_setting_reaches_the_engine() -> None:
         ("training.epochs=1.5", ["training.epochs", "1.5", "valid integer"]),
         ("training.num_heads=17", ["training.num_heads", "less than or equal to 16"]),
         ("training.num_layers=0", ["training.num_layers", "greater than or equal to 1"]),
+        ("training.kv=both", ["training.kv", "'both'", "'own'"]),
         ("training.draft_vocab=-1", ["training.draft_vocab", "greater than or equal to 0"]),
         ("training.learning_rate=0", ["training.learning_rate", "greater than 0"]),
         ("training.learning_rate=.nan", ["training.learning_rate", "nan"]),
