@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.attention.cache import LayerShape
 from engine.attention.check import CHECK_TOKENS, check_tokens, vocab_size
 from engine.backend import Backend, RunnerNeeds, refusing
 from engine.commit import Committer
@@ -23,7 +22,7 @@ from engine.loading.memory import available_bytes
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.spec_decode.controller import Controller
-from engine.spec_decode.drafter import Drafter
+from engine.spec_decode.drafter import Drafter, KvOwner
 from engine.spec_decode.drafting import Drafting
 from engine.spec_decode.head_drafters import HEAD_METHODS, head_drafter
 from engine.spec_decode.path_drafter import MtpDrafter
@@ -93,8 +92,13 @@ def _head_drafter(
             f"speculation.drafters names {name}, but there are no {name} heads for {loaded.name}: "
             f"name their folder with speculation.heads, or train some: headlong train"
         )
-    lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
-    module = heads.heads.to(lm_head.linear.weight.device)
+    if heads.lm_head is None:
+        lm_head = DraftLmHead(output_head(loaded.model), heads.token_ids)
+    else:
+        lm_head = DraftLmHead.of_module(heads.lm_head.to(loaded.model.device), heads.token_ids, heads.config.vocab_size)
+    module = heads.heads
+    if isinstance(module, torch.nn.Module):
+        module.to(lm_head.linear.weight.device)
     return head_drafter(
         module,
         lm_head,
@@ -129,8 +133,10 @@ def assemble(
     """
     loaded = backend.loaded
     parameter = next(loaded.model.parameters())
-    limits, num_blocks = _sizes(loaded, settings, backend.shapes, parameter.dtype, parameter.device)
     block_size = settings.engine.block_size
+    block_bytes = sum(shape.bytes_per_token(parameter.dtype) for shape in backend.shapes) * block_size
+    block_bytes += sum(d.block_bytes(block_size, parameter.dtype) for d in drafters if isinstance(d, KvOwner))
+    limits, num_blocks = _sizes(loaded, settings, block_bytes, parameter.device)
     limits = dataclasses.replace(limits, max_extra_rows=max((d.max_extra_rows for d in drafters), default=0))
     progress(f"Allocating a KV cache of {num_blocks * block_size} tokens")
     needs = RunnerNeeds(
@@ -166,12 +172,10 @@ def assemble(
 def _sizes(
     loaded: LoadedModel,
     settings: EngineSettings,
-    shapes: list[LayerShape],
-    dtype: torch.dtype,
+    block_bytes: int,
     device: torch.device,
 ) -> tuple[SchedulerLimits, int]:
     config = settings.engine
-    block_bytes = sum(shape.bytes_per_token(dtype) for shape in shapes) * config.block_size
     positions = loaded.max_position_embeddings
     if config.max_model_len is not None and positions is not None and config.max_model_len > positions:
         raise ModelLoadError(

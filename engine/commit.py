@@ -17,7 +17,7 @@ from engine.request import Request
 from engine.sampler.logprobs import token_logprobs
 from engine.sampling_params import EngineRequest
 from engine.scheduler import Scheduler
-from engine.spec_decode.drafter import HiddenStates
+from engine.spec_decode.drafter import CommittedRows, HiddenStates
 from engine.spec_decode.tree import DraftTree
 from engine.spec_decode.verifier import Verifier, VerifyItem, VerifyResult
 
@@ -26,7 +26,8 @@ log = logging.getLogger("headlong.engine")
 
 @dataclass(slots=True)
 class Emission:
-    """What one step made of one request, before it is worded as a RequestOutput."""
+    """What one step made of one request, before it is worded as a RequestOutput. committed: the rows whose KV is now in
+    place."""
 
     tokens: tuple[TokenOutput, ...] = ()
     drafted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -35,6 +36,7 @@ class Emission:
     error: str | None = None
     was_decoding: bool = False
     ended: bool = False
+    committed: CommittedRows | None = None
 
     @property
     def reports(self) -> bool:
@@ -72,8 +74,8 @@ class Committer:
         ]
         if moves.source:
             self._runner.move_kv(moves.source, moves.target)
-        for span, verified in steps:
-            self._count_computed(span, verified)
+        for (span, verified), (_, emission) in zip(steps, emissions, strict=True):
+            emission.committed = self._count_computed(span, verified)
         seconds["sample"], seconds["commit"] = sampled - began, time.perf_counter() - sampled
         return emissions
 
@@ -197,12 +199,16 @@ class Committer:
                 hidden.final[rows].clone(), {layer: states[rows].clone() for layer, states in hidden.layers.items()}
             )
 
-    def _count_computed(self, span: RowSpan, verified: VerifyResult | None) -> None:
+    def _count_computed(self, span: RowSpan, verified: VerifyResult | None) -> CommittedRows:
         """Counts the KV that is now in place: the planned tokens and the accepted nodes that were kept."""
         request = span.item.request
         end = span.item.start + span.item.count
-        accepted = 0 if verified is None else len(verified.nodes)
-        self._scheduler.commit(request, min(end + accepted, request.num_tokens))
+        accepted = () if verified is None else verified.nodes
+        computed = min(end + len(accepted), request.num_tokens)
+        self._scheduler.commit(request, computed)
+        rows = [*range(span.first_row, span.root_row + 1)]
+        rows += [span.root_row + 1 + node for node in accepted[: computed - end]]
+        return CommittedRows(span.item.start, rows, request.token_ids, request.block_ids)
 
     @staticmethod
     def _note_prompt_logprobs(span: RowSpan, logits: torch.Tensor) -> None:

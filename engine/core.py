@@ -131,6 +131,9 @@ class EngineCore:
             request.finish_reason = "error"
             emissions.append((request, Emission(error=reason)))
         drafting_from = time.perf_counter()
+        if execution.result is not None and execution.result.hidden is not None:
+            rows = [emission.committed for _, emission in emissions if emission.committed is not None]
+            self.drafting.store(execution.result.hidden, rows)
         self.drafting.learn_and_propose(emissions)
         execution.seconds["draft"] = time.perf_counter() - drafting_from
         outputs = [self._committer.output(request, emission) for request, emission in emissions if emission.reports]

@@ -20,10 +20,13 @@ from engine.errors import RequestFailedError
 from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
+from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import DraftBlock
+from engine.spec_decode.own_kv import OwnKvBlock
 from heads.data import LOOP_REPEATS, LOOP_SIZE, Answer, Ask, LoopDetector
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
+from heads.recursive import OwnKvModule
 from heads.settings import AnswerSettings
 
 
@@ -56,6 +59,9 @@ class StateRecorder:
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         return self._runner.make_block(module, lm_head)
+
+    def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
+        return self._runner.make_own_block(module, lm_head, compute)
 
 
 @dataclass(slots=True)

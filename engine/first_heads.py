@@ -34,6 +34,8 @@ def sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
     if method != found.method and not gains_bias:
         raise HeadTrainingError(f"{start.folder} holds heads of the method {found.method}, not {method}")
     sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
+    if found.mtp is not None:
+        sizes = dataclasses.replace(sizes, kv=found.mtp.kv)
     if method == MarkovHeads.method:
         # Each token of the draft vocabulary has a row of the bias, so it stays.
         drafted = 0 if start.token_ids is None else len(start.token_ids)
@@ -47,6 +49,7 @@ def first_heads(job: TrainJob, start: LoadedHeads | None, loaded: LoadedModel) -
     settings = job.settings.training
     if start is not None:
         require_fitting(start, loaded)
+        assert isinstance(start.heads, Heads), "load_heads gives no others"
         heads = start.heads.train().requires_grad_(True)
         if not isinstance(heads, MedusaHeads) or job.method == MedusaHeads.method:
             return heads

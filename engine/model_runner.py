@@ -19,10 +19,13 @@ from engine.attention.paged import ATTENTION_NAME, register
 from engine.attention.segments import step_attention
 from engine.batch import Batch
 from engine.loading.mtp import attach_base
+from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import DraftBlock, TorchDraftBlock
 from engine.spec_decode.drafter import HiddenStates
+from engine.spec_decode.own_kv import OwnKvBlock, PoolShape, TorchOwnKvBlock
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
+from heads.recursive import OwnKvModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,11 @@ class ModelRunner(Protocol):
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         """An MTP module that drafts over this runner's cache; it cannot be trained or saved any more."""
+        ...
+
+    def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
+        """A module that drafts over a KV layer of its own, in the blocks of this runner's cache; neither module nor
+        lm_head can be trained or saved any more."""
         ...
 
 
@@ -156,3 +164,11 @@ class TransformersRunner:
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         attach_base(module, self._model)
         return TorchDraftBlock(module, lm_head, self._cache, self._block_size)
+
+    def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
+        if isinstance(module, MtpModule):
+            attach_base(module, self._model)
+        keys = self._cache.keys[0]
+        return TorchOwnKvBlock(
+            module, lm_head, PoolShape(keys.shape[1], self._block_size, keys.dtype, keys.device), compute
+        )

@@ -13,13 +13,14 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
+from heads.config import CONFIG_FILE, PUBLIC_EAGLE, PUBLIC_MEDUSA, HeadsConfig
 from heads.errors import HeadsError
 from heads.files import replace_file
 from heads.formats import read_medusa
 from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import OWN_LM_HEADS, MedusaHeads
 from heads.mtp import MtpModule
+from heads.recursive import OwnKvModule
 from heads.weights import read_weights, require_fitting
 
 WEIGHTS_FILE = "heads.safetensors"
@@ -32,12 +33,14 @@ Heads = MedusaHeads | MarkovHeads | MtpModule
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """Heads ready to run in float32. token_ids: the draft vocabulary, ascending, or None for the whole one."""
+    """Heads ready to run in float32. token_ids: the draft vocabulary, ascending, or None for the whole one. lm_head:
+    [draft vocabulary, hidden], the output matrix of a module that does not share the model's."""
 
     folder: Path
     config: HeadsConfig
-    heads: Heads
+    heads: Heads | OwnKvModule
     token_ids: torch.Tensor | None
+    lm_head: torch.Tensor | None = None
 
 
 def save_heads(folder: Path, heads: nn.Module, config: HeadsConfig, token_ids: torch.Tensor | None, run: str) -> None:
@@ -59,6 +62,8 @@ def load_heads(folder: Path) -> LoadedHeads:
     if config.format == PUBLIC_MEDUSA:
         config, medusa = read_medusa(folder, config)
         return LoadedHeads(folder, config, medusa.eval().requires_grad_(False), None)
+    if config.format == PUBLIC_EAGLE:  # ``engine.loading.eagle`` reads it: its layer is one of transformers'
+        raise HeadsError(f"{folder} holds an EAGLE-3 module, which can be served but not trained further")
     weights = read_weights(folder / WEIGHTS_FILE)
     token_ids = read_draft_vocab(folder, config)
     has_lm_heads = any(name.startswith(f"{OWN_LM_HEADS}.") for name in weights)

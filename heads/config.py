@@ -12,12 +12,15 @@ from typing import Any, Literal, NoReturn
 import jsonschema
 from jsonschema.validators import extend
 
+from heads.eagle import DEPTHS, METHOD, SCHEMA, EagleConfig, is_eagle, parse_eagle, verifier_name
 from heads.errors import HeadsError
 from heads.settings import KvSource
 
-Format = Literal["headlong", "medusa"]
+Format = Literal["headlong", "medusa", "eagle3", "checkpoint"]
 FORMAT: Format = "headlong"
 PUBLIC_MEDUSA: Format = "medusa"  # ``heads.formats`` reads its weights
+PUBLIC_EAGLE: Format = "eagle3"  # ``heads.eagle`` reads the rest of its configuration
+CHECKPOINT_MTP: Format = "checkpoint"  # a module that has no folder of its own: it lies in its model's
 HIDDEN = "final_norm"  # the state after the last norm, what lm_head reads
 CONFIG_FILE = "config.json"
 HELD_OUT = "held-out"  # the baseline measured on prompts that training did not see
@@ -137,6 +140,7 @@ class HeadsConfig:
 
     format: "medusa" for a public checkpoint. Its config.json alone leaves hidden_size and vocab_size 0, unknown, and
     may be wrong about num_heads: ``load_heads`` knows. vocab_size stays 0 where the heads share the model's lm_head.
+    "eagle3" for a public EAGLE-3 module, whose sizes ``engine.loading.eagle`` knows; eagle: of those alone.
     """
 
     method: str
@@ -152,12 +156,13 @@ class HeadsConfig:
     self_test: tuple[tuple[int, ...], ...] = ()
     mtp: MtpSizes | None = None
     rank: int | None = None
+    eagle: EagleConfig | None = None
     format: Format = FORMAT
 
     def to_json(self) -> str:
         fields = asdict(self)
         base = {**fields.pop("base_model"), "hidden": HIDDEN}
-        for name in ("calibration", "mtp", "rank"):
+        for name in ("calibration", "mtp", "rank", "eagle"):
             if fields[name] is None:
                 del fields[name]
         return json.dumps({**fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
@@ -168,7 +173,8 @@ class HeadsConfig:
         path = folder / CONFIG_FILE
         try:
             raw = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_number)
-            _VALIDATOR(_MEDUSA_SCHEMA if _is_public(raw) else _SCHEMA).validate(raw)
+            kind, schema = _kind(raw)
+            _VALIDATOR(schema).validate(raw)
         except OSError as error:
             raise HeadsError(
                 f"{folder} is not a folder of heads: {path.name} cannot be read ({error.strerror})"
@@ -177,10 +183,11 @@ class HeadsConfig:
             raise HeadsError(f"{path} is not JSON: {error}") from error
         except jsonschema.ValidationError as error:
             where = "/".join(map(str, error.absolute_path)) or "the file"
-            kind = "Medusa" if _is_public(raw) else "headlong's"
-            raise HeadsError(f"{path} does not describe {kind} heads: {where}: {error.message}") from error
-        if _is_public(raw):
+            raise HeadsError(f"{path} does not describe {kind}: {where}: {error.message}") from error
+        if schema is _MEDUSA_SCHEMA:
             return cls._of_public(raw)
+        if schema is SCHEMA:
+            return cls._of_eagle(raw)
         calibration = raw.get("calibration")
         if calibration is not None and not _is_whole(calibration, raw["num_heads"]):
             raise HeadsError(
@@ -205,6 +212,18 @@ class HeadsConfig:
         )
 
     @classmethod
+    def _of_eagle(cls, raw: Mapping[str, Any]) -> HeadsConfig:
+        return cls(
+            method=METHOD,
+            num_heads=DEPTHS,
+            hidden_size=0,
+            vocab_size=0,
+            base_model=BaseModel(verifier_name(raw) or _UNNAMED, ""),
+            eagle=parse_eagle(raw),
+            format=PUBLIC_EAGLE,
+        )
+
+    @classmethod
     def _of_own(cls, raw: Mapping[str, Any]) -> HeadsConfig:
         calibration = raw.get("calibration")
         return cls(
@@ -224,8 +243,11 @@ class HeadsConfig:
         )
 
 
-def _is_public(raw: Any) -> bool:
-    return isinstance(raw, dict) and "format" not in raw and "medusa_num_heads" in raw
+def _kind(raw: Any) -> tuple[str, dict[str, Any]]:
+    """What a configuration claims to describe, in words, and what it then has to be."""
+    if isinstance(raw, dict) and "format" not in raw and "medusa_num_heads" in raw:
+        return "Medusa heads", _MEDUSA_SCHEMA
+    return ("an EAGLE-3 module", SCHEMA) if is_eagle(raw) else ("headlong's heads", _SCHEMA)
 
 
 def _is_whole(raw: Mapping[str, Any], num_heads: int) -> bool:

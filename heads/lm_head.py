@@ -42,6 +42,14 @@ class DraftLmHead(nn.Module):
         self.scale = head.scale
         self.softcap = head.softcap
 
+    @classmethod
+    def of_module(cls, weight: torch.Tensor, token_ids: torch.Tensor | None, vocab_size: int) -> DraftLmHead:
+        """A module's own. weight: [draft vocabulary, hidden]; vocab_size: of the model."""
+        made = cls(OutputHead(weight), None)
+        made.token_ids = made.token_ids if token_ids is None else token_ids
+        made.vocab_size = vocab_size
+        return made
+
     @property
     def is_reduced(self) -> bool:
         """Whether some of the model's tokens cannot be drafted."""

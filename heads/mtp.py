@@ -11,7 +11,7 @@ rejected drafts and preemption cost it nothing. Of the tokens being drafted it a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from torch import nn
 
 from heads.config import MtpSizes
 from heads.lm_head import DraftLmHead
+from heads.recursive import Attend
 
 if TYPE_CHECKING:
     from heads.batch import Batch
@@ -43,10 +44,12 @@ class Rotation:
 
 
 class MtpModule(nn.Module):
-    """One block for all depths. ``depths`` is how far it is trained, evaluated and served."""
+    """One block for all depths. ``depths`` is how far it is trained, evaluated and served. With ``kv`` "own" it is a
+    ``heads.recursive.OwnKvModule``."""
 
     method = "mtp"
     is_recursive = True
+    hidden_layers: tuple[int, ...] = ()
 
     embedding: torch.Tensor
 
@@ -55,6 +58,9 @@ class MtpModule(nn.Module):
         self.hidden_size = hidden = hidden_size
         self.shape = shape
         self.num_heads = depths
+        self.kv_heads = shape.kv_heads
+        self.key_dim = self.value_dim = shape.head_dim
+        self.scale = shape.head_dim**-0.5
         width = shape.heads * shape.head_dim
         kv_width = shape.kv_heads * shape.head_dim
         self.embedding_norm = nn.RMSNorm(hidden, shape.eps)
@@ -117,6 +123,26 @@ class MtpModule(nn.Module):
             states = self.finish(x, mixed)
             yield states[batch.rows(depth)]
 
+    def condition(self, final: torch.Tensor, layers: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """What the first depth joins: the state after the model's last norm."""
+        return final
+
+    def entries(
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of rows, each [rows, kv_heads, head_dim]."""
+        return self.keys_values(self.input_norm(self.join(states, tokens)), positions)
+
+    def step(
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One depth: what goes on to the next is also what lm_head reads."""
+        x = self.join(states, tokens)
+        normed = self.input_norm(x)
+        keys, values = self.keys_values(normed, positions)
+        states = self.finish(x, attend(self.queries(normed, positions), keys, values))
+        return states, states
+
     def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
         logits: torch.Tensor = lm_head(outputs)
         return logits
@@ -131,7 +157,7 @@ class MtpModule(nn.Module):
             tokens = torch.cat([context.prompt_tokens[1:], batch.tokens[span]])
             positions = torch.arange(1, len(states) + 1, device=states.device)
             # A row's own entry is among the drafted ones, so the last is never read here.
-            found.append(self.keys_values(self.input_norm(self.join(states, tokens)), positions))
+            found.append(self.entries(states, tokens, positions))
         return found
 
     def _attend(

@@ -13,9 +13,9 @@ from heads.errors import HeadsError
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """A safetensors file, or a ``.pt`` that holds tensors by name. Of the latter nothing is run: a pickle that needs
-    code is refused. Raises HeadsError."""
-    if path.suffix != ".pt":
+    """A safetensors file, or a ``.pt`` or ``.bin`` that holds tensors by name. Of the latter nothing is run: a pickle
+    that needs code is refused. Raises HeadsError."""
+    if path.suffix not in (".pt", ".bin"):
         try:
             return load_file(path)
         except (OSError, SafetensorError) as error:

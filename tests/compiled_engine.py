@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from compiled_models import BLOCK, POSITIONS, library, random_model
 from tiny_engine import EOS, Answer, HostileDrafter, OracleDrafter, Sizes, collect, run
-from tiny_heads import markov_drafter, mtp_drafter
+from tiny_heads import markov_drafter, mtp_drafter, own_kv_drafter
 from torch import nn
 
 from engine.assembly import assemble
@@ -24,13 +24,13 @@ from engine.loading import LoadedModel
 from engine.loading.heads import output_head
 from engine.sampling_params import EngineRequest, SpeculationParams
 from engine.spec_decode.controller import Controller
-from engine.spec_decode.drafter import Drafter
+from engine.spec_decode.drafter import Drafter, KvOwner
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.suffix import SuffixDrafter
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
-DRAFTERS = ("suffix", "hostile", "medusa", "markov", "mtp", "all")
+DRAFTERS = ("suffix", "hostile", "medusa", "markov", "mtp", "mtp_own", "all")
 
 
 @contextlib.contextmanager
@@ -70,6 +70,9 @@ def compiled_core(
     sizes = dataclasses.replace(sizes or Sizes(), block_size=BLOCK)
     made = backend(family, is_int8)
     block_bytes = sum(shape.bytes_per_token(torch.float32) for shape in made.shapes) * BLOCK
+    block_bytes += sum(
+        drafter.block_bytes(BLOCK, torch.float32) for drafter in drafters if isinstance(drafter, KvOwner)
+    )
     settings = EngineSettings(
         ModelConfig(path="tiny"),
         EngineConfig(
@@ -113,6 +116,7 @@ def drafters(kind: str, family: str, truth: dict[str, Answer], seed: int) -> lis
         "medusa": [medusa(family, coupling=seed % 2 == 0)],
         "markov": [markov_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "mtp": [mtp_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
+        "mtp_own": [own_kv_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "oracle": [oracle],
         "all": [
             SuffixDrafter(),

@@ -33,7 +33,7 @@ from engine.outputs import RequestOutput, TokenOutput
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.controller import Controller
-from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows, KvOwner
 from engine.spec_decode.tree import ROOT, DraftTree
 
 # Tiny matrices gain nothing from a team of threads, and lose whole time slices to it on a busy machine.
@@ -123,6 +123,7 @@ def tiny_core(
     model = tiny_model(architecture)
     text = model.config.get_text_config()
     block_bytes = text.num_hidden_layers * 2 * text.num_key_value_heads * text.head_dim * 8 * sizes.block_size
+    block_bytes += sum(d.block_bytes(sizes.block_size, model.dtype) for d in drafters if isinstance(d, KvOwner))
     settings = EngineSettings(
         ModelConfig(path="tiny", dtype="float64"),
         EngineConfig(

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
-from tiny_engine import EOS, tiny_model
+from tiny_engine import EOS, VOCAB, tiny_model
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base, new_mtp
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
+from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from heads.lm_head import DraftLmHead
 from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
-from heads.settings import TrainSettings
+from heads.recursive import Attend
+from heads.settings import KvSource, TrainSettings
 
 
 @functools.cache
@@ -36,9 +40,9 @@ def medusa_drafter(architecture: str, *, coupling: bool = True, draft_vocab: int
     return MedusaDrafter(random_heads(), lm_head, coupling=coupling, eos_token_ids=(EOS,))
 
 
-def random_mtp(model: PreTrainedModel, depths: int = 3, seed: int = 3) -> MtpModule:
+def random_mtp(model: PreTrainedModel, depths: int = 3, seed: int = 3, kv: KvSource = "base") -> MtpModule:
     """Whose every weight matters."""
-    module = new_mtp(model, TrainSettings(num_heads=depths, seed=seed)).float()
+    module = new_mtp(model, TrainSettings(num_heads=depths, seed=seed, kv=kv)).float()
     torch.manual_seed(seed)
     for parameter in module.parameters():
         if parameter.dim() > 1:
@@ -54,6 +58,14 @@ def mtp_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: i
     token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
     lm_head = DraftLmHead(output_head(model), token_ids)
     return MtpDrafter(random_mtp(model), lm_head, coupling=coupling, eos_token_ids=(EOS,))
+
+
+def own_kv_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab: int | None = None) -> OwnKvDrafter:
+    """An MTP module with a KV layer of its own. draft_vocab: as ``medusa_drafter`` takes it."""
+    token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
+    lm_head = DraftLmHead(output_head(model), token_ids)
+    module = random_mtp(model, kv="own")
+    return OwnKvDrafter(module, lm_head, method="mtp", coupling=coupling, eos_token_ids=(EOS,))
 
 
 def random_markov(lm_head: DraftLmHead, depths: int = 3, seed: int = 3) -> MarkovHeads:
@@ -73,3 +85,51 @@ def markov_drafter(model: PreTrainedModel, *, coupling: bool = True, draft_vocab
     token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
     lm_head = DraftLmHead(output_head(model), token_ids)
     return MarkovDrafter(random_markov(lm_head), lm_head, coupling=coupling, eos_token_ids=(EOS,))
+
+
+class FusedModule(nn.Module):
+    """An ``OwnKvModule`` unlike an MTP module in all that may differ: its first state is made of two layers, keys and
+    values differ in size, the scale is its own, and what goes on to the next depth is not what lm_head reads."""
+
+    hidden_layers = (0, 1)
+    kv_heads, key_dim, value_dim, scale = 2, 6, 10, 0.7
+
+    def __init__(self, model: PreTrainedModel, depths: int = 3) -> None:
+        super().__init__()
+        self.num_heads = depths
+        self.hidden_size = hidden = int(model.config.hidden_size)
+        torch.manual_seed(11)
+        self.embedding = torch.randn(VOCAB, hidden)
+        self.fuse = nn.Linear(2 * hidden, hidden)
+        self.join = nn.Linear(2 * hidden, hidden)
+        self.q, self.k, self.v = nn.Linear(hidden, 24), nn.Linear(hidden, 12), nn.Linear(hidden, 20)
+        self.o = nn.Linear(40, hidden)
+        self.eval().requires_grad_(False)
+
+    def condition(self, final: torch.Tensor, layers: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        fused: torch.Tensor = self.fuse(torch.cat([layers[0], layers[1]], dim=-1))
+        return fused
+
+    def _keys_values(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys = self.k(x).view(len(x), 2, 6) + positions[:, None, None] * 0.01
+        return keys, self.v(x).view(len(x), 2, 10)
+
+    def _joined(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.join(torch.cat([states, self.embedding[tokens]], dim=-1)))
+
+    def entries(
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys_values(self._joined(states, tokens), positions)
+
+    def step(
+        self, states: torch.Tensor, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self._joined(states, tokens)
+        mixed = attend(self.q(x).view(len(x), 4, 6), *self._keys_values(x, positions))
+        states = x + self.o(mixed.flatten(1))
+        return states, torch.tanh(states)
+
+    def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
+        logits: torch.Tensor = lm_head(outputs) / depth
+        return logits

@@ -1,4 +1,5 @@
-"""The block of an MTP module on the compiled step: a model of one layer whose cache is the base model's last layer.
+"""The block of an MTP module on the compiled step: a model of one layer whose cache is the base model's last layer, or
+one of its own in the same blocks.
 
 What it stores of drafted tokens goes to tiles behind those of the pool, some for each request of a pass.
 """
@@ -19,6 +20,8 @@ from engine.compiled.library import TILE, Layer, Library, Model, Segment, Step
 from engine.compiled.weights import PackedWeights, Packer
 from engine.errors import ModelLoadError
 from engine.spec_decode.draft_block import MAX_PASS_ROWS, Committed, DepthRows
+from engine.spec_decode.drafter import CommittedRows, HiddenStates
+from engine.spec_decode.own_kv import BlockStates, verified_states
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 
@@ -28,9 +31,10 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class LastLayer:
-    """What the block reads of the base model: its weights (embedding, rotation and sizes are shared) and the KV of its
-    last layer, by address. first_tile: of those behind the pool. owner: keeps the memory alive."""
+class DraftLayer:
+    """What the block reads: the base model's weights (embedding, rotation and sizes are shared) and a layer's KV, by
+    address. first_tile: of those behind the pool. owner: keeps the memory alive. first: entries before it do not
+    exist."""
 
     weights: PackedWeights
     keys: int
@@ -39,13 +43,21 @@ class LastLayer:
     first_tile: int
     block_size: int
     owner: Any = field(repr=False)
+    first: int = 0
 
 
 class CompiledDraftBlock:
     """``DraftBlock``; the module's linear layers are left without their weights."""
 
     def __init__(
-        self, library: Library, base: LastLayer, module: MtpModule, lm_head: DraftLmHead, *, is_int8: bool, threads: int
+        self,
+        library: Library,
+        base: DraftLayer,
+        module: MtpModule,
+        lm_head: DraftLmHead,
+        *,
+        is_int8: bool,
+        threads: int,
     ) -> None:
         """Raises ModelLoadError if memory runs out."""
         packer = Packer(library, is_int8)
@@ -59,6 +71,7 @@ class CompiledDraftBlock:
             post_norm=packer.keep(module.post_norm.weight),
             keys=base.keys,
             values=base.values,  # whole, whatever window the model itself keeps to: training read them so
+            first=base.first,
         )
         self.vocab = len(lm_head.token_ids)
         self.base = base
@@ -69,12 +82,12 @@ class CompiledDraftBlock:
             hidden=sizes.hidden,
             intermediate=module.shape.intermediate,
             heads=module.shape.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.head_dim,
+            kv_heads=module.shape.kv_heads,
+            head_dim=module.shape.head_dim,
             num_layers=1,
             num_tiles=base.num_tiles,
             eps=module.shape.eps,
-            attention_scale=sizes.head_dim**-0.5,
+            attention_scale=module.scale,
             layers=self._layers,
             final_norm=packer.keep(module.norm.weight),
             cosine=base.weights.cosine,
@@ -99,6 +112,51 @@ class CompiledDraftBlock:
         if self._scale != 1.0:
             logits *= self._scale
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+
+
+class CompiledOwnKvBlock(CompiledDraftBlock):
+    """``OwnKvBlock`` of an MTP module over a layer that begins at position 1."""
+
+    def __init__(
+        self,
+        library: Library,
+        layer: DraftLayer,
+        module: MtpModule,
+        lm_head: DraftLmHead,
+        *,
+        is_int8: bool,
+        threads: int,
+    ) -> None:
+        """Raises ModelLoadError if memory runs out."""
+        super().__init__(library, layer, module, lm_head, is_int8=is_int8, threads=threads)
+        self._module = module
+        blocks = layer.first_tile * TILE // layer.block_size
+        self._states = BlockStates(blocks, layer.block_size, module.hidden_size, torch.device("cpu"))
+
+    @torch.inference_mode()
+    def store(self, hidden: HiddenStates, committed: Sequence[CommittedRows]) -> None:
+        """Raises MemoryError."""
+        if not committed:
+            return
+        new = self._states.join(verified_states(self._module, hidden, committed), committed)
+        if not new.slots:
+            return
+        states = self.base.weights.embedding[torch.tensor(new.tokens)]
+        positions, slots = np.array(new.positions, dtype=np.int32), np.array(new.slots, dtype=np.int32)
+        self.library.step(
+            self.engine,
+            Step(
+                rows=len(states),
+                states=states.data_ptr(),
+                positions=positions.ctypes.data,
+                slots=slots.ctypes.data,
+                previous=new.previous.data_ptr(),
+                stores_only=1,
+            ),
+        )
+
+    def last_state(self, request: Committed) -> torch.Tensor:
+        return self._states.of(request)
 
 
 class _Pass:

@@ -49,6 +49,7 @@ class Layer(Structure):
         ("keys", c_void_p),
         ("values", c_void_p),
         ("window", c_int32),
+        ("first", c_int32),
     ]
 
 
@@ -97,6 +98,7 @@ class Step(Structure):
         ("logits", c_void_p),
         ("captures", c_void_p),
         ("previous", c_void_p),
+        ("stores_only", c_int32),
     ]
 
 

@@ -12,15 +12,18 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Batch, RowSpan
-from engine.compiled.draft_block import PASS_TILES, CompiledDraftBlock, LastLayer
+from engine.compiled.draft_block import PASS_TILES, CompiledDraftBlock, CompiledOwnKvBlock, DraftLayer
 from engine.compiled.library import TILE, Layer, Library, Model, Segment, Step
 from engine.compiled.weights import PackedWeights
 from engine.errors import ModelLoadError
 from engine.model_runner import ForwardResult
+from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.drafter import HiddenStates
+from engine.spec_decode.own_kv import OwnKvBlock, PoolShape, TorchOwnKvBlock
 from engine.spec_decode.tree import ROOT
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
+from heads.recursive import OwnKvModule
 
 Ints = npt.NDArray[np.int32]
 
@@ -78,7 +81,8 @@ class CompiledRunner:
         self._hidden_layers = tuple(hidden_layers)
         self._capture_layers = np.array(self._hidden_layers, dtype=np.int32)
         self._pool_tiles = num_slots // TILE
-        self._kv = CompiledKV(sizes.num_layers, sizes.kv_heads, sizes.head_dim, num_slots + passes * PASS_TILES * TILE)
+        self._pass_tiles = passes * PASS_TILES
+        self._kv = CompiledKV(sizes.num_layers, sizes.kv_heads, sizes.head_dim, num_slots + self._pass_tiles * TILE)
         self._threads = threads
         self._logits = torch.empty(0, weights.lm_head.n)
         self._model = self._describe()
@@ -172,17 +176,43 @@ class CompiledRunner:
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> CompiledDraftBlock:
         """A draft block over the last layer's cache. Raises ModelLoadError."""
-        last = LastLayer(
+        return CompiledDraftBlock(
+            self._library,
+            self._layer(self._kv),
+            module,
+            lm_head,
+            is_int8=bool(self._weights.lm_head.is_int8),
+            threads=self._threads,
+        )
+
+    def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
+        """A draft block with a KV layer of its own: compiled for an MTP module. Raises ModelLoadError."""
+        num_slots = self._pool_tiles * TILE
+        if not isinstance(module, MtpModule):
+            pool = PoolShape(num_slots, self._block_size, torch.float32, torch.device("cpu"))
+            return TorchOwnKvBlock(module, lm_head, pool, compute)
+        cache = CompiledKV(1, module.kv_heads, module.key_dim, num_slots + self._pass_tiles * TILE)
+        return CompiledOwnKvBlock(
+            self._library,
+            self._layer(cache, first=1),
+            module,
+            lm_head,
+            is_int8=bool(self._weights.lm_head.is_int8),
+            threads=self._threads,
+        )
+
+    def _layer(self, cache: CompiledKV, first: int = 0) -> DraftLayer:
+        """The last layer of ``cache``."""
+        return DraftLayer(
             weights=self._weights,
-            keys=self._kv.keys[-1].ctypes.data,
-            values=self._kv.values[-1].ctypes.data,
-            num_tiles=self._kv.num_tiles,
+            keys=cache.keys[-1].ctypes.data,
+            values=cache.values[-1].ctypes.data,
+            num_tiles=cache.num_tiles,
             first_tile=self._pool_tiles,
             block_size=self._block_size,
-            owner=self._kv,
+            owner=cache,
+            first=first,
         )
-        is_int8 = bool(self._weights.lm_head.is_int8)
-        return CompiledDraftBlock(self._library, last, module, lm_head, is_int8=is_int8, threads=self._threads)
 
 
 class _Paths:

@@ -13,9 +13,11 @@ from transformers import PreTrainedModel
 from engine.attention.check import layer_shapes
 from engine.config import SpeculationConfig
 from engine.errors import ModelLoadError
+from engine.loading.checkpoint_mtp import read_checkpoint_mtp
+from engine.loading.eagle import read_eagle
 from engine.loading.model import LoadedModel
 from heads.checkpoint import PRETRAINED, LoadedHeads, load_heads
-from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
+from heads.config import CHECKPOINT_MTP, CONFIG_FILE, FORMAT, PUBLIC_EAGLE, HeadsConfig
 from heads.errors import HeadsError
 from heads.lm_head import OutputHead
 
@@ -26,21 +28,23 @@ _TOLERANCE = 1e-3  # of the largest logit
 
 
 def find_heads(folder: str | None, loaded: LoadedModel, pretrained: Path = PRETRAINED) -> LoadedHeads | None:
-    """The heads in ``folder``; with None the ones that come with headlong for this model, if there are any.
+    """The heads in ``folder``; with None those in the model's own checkpoint, or the ones that come with headlong for
+    this model, if there are any. Call it before the linear layers are packed.
 
     Raises ModelLoadError for heads that cannot be read or belong to another model.
     """
-    if folder is None:
-        found = _pretrained(loaded, pretrained)
-        if found is None:
-            return None
-        path = found
+    heads = read_checkpoint_mtp(loaded) if folder is None else None
+    if heads is not None:
+        log.info("%s drafts with the MTP module of its own checkpoint", loaded.name)
     else:
-        path = Path(folder).expanduser()
-    try:
-        heads = load_heads(path)
-    except HeadsError as error:
-        raise ModelLoadError(str(error)) from error
+        path = _pretrained(loaded, pretrained) if folder is None else Path(folder).expanduser()
+        if path is None:
+            return None
+        try:
+            config = HeadsConfig.read(path)
+            heads = read_eagle(path, config, loaded) if config.format == PUBLIC_EAGLE else load_heads(path)
+        except HeadsError as error:
+            raise ModelLoadError(str(error)) from error
     require_fitting(heads, loaded)
     if heads.config.vocab_size == 0:
         config = dataclasses.replace(heads.config, vocab_size=len(_output_layer(loaded.model).weight))
@@ -90,7 +94,9 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
         )
     if config.mtp is not None:
         _require_block(config, loaded)
-    if config.format == PUBLIC_MEDUSA:
+    if config.format == CHECKPOINT_MTP:
+        return
+    if config.format != FORMAT:
         if config.base_model.name.lower() != loaded.name.lower():
             log.warning(
                 "the heads in %s were trained on %s, this model is %s; the self-test tells whether they fit",
@@ -112,13 +118,16 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
 
 
 def _require_block(config: HeadsConfig, loaded: LoadedModel) -> None:
-    """Raises ModelLoadError for an MTP module that cannot read the model's last-layer KV."""
+    """Raises ModelLoadError for an MTP module that cannot share the model's rotation, or read its last-layer KV."""
     assert config.mtp is not None
-    if config.mtp.kv != "base":
-        raise ModelLoadError(
-            f"the MTP module for {config.base_model.name} keeps keys and values of its own, which cannot be served yet"
-        )
     shape = layer_shapes(loaded.model)[-1]
+    if config.mtp.kv == "own":
+        if config.mtp.head_dim != shape.key_dim:
+            raise ModelLoadError(
+                f"the MTP module for {config.base_model.name} has heads of {config.mtp.head_dim} numbers; "
+                f"{loaded.name} rotates {shape.key_dim}"
+            )
+        return
     found = (config.mtp.kv_heads, config.mtp.head_dim, config.mtp.head_dim)
     if found != (shape.num_kv_heads, shape.key_dim, shape.value_dim):
         raise ModelLoadError(

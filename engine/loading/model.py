@@ -20,6 +20,7 @@ from engine.loading.checks import first_line, model_class, read_config
 from engine.loading.digest import weights_digest
 from engine.loading.gguf import converted_folder
 from engine.loading.memory import needed_bytes, require_memory
+from engine.loading.mtp_layouts import find_layout
 from engine.loading.source import GgufSource, resolve
 from engine.loading.weights import TensorHeader, read_headers, weight_files
 
@@ -131,14 +132,20 @@ def _load(
         raise ModelLoadError(f"{folder} does not fit into the memory of {device}.") from error
     except Exception as error:  # any model class may fail in a way of its own
         raise ModelLoadError(f"{folder} could not be loaded: {first_line(error)}") from error
-    _require_matching(result[1], folder)
+    _require_matching(result[1], folder, config.get_text_config().num_hidden_layers)
     loaded: PreTrainedModel = result[0].eval().requires_grad_(False)
     return loaded
 
 
-def _require_matching(info: Mapping[str, Any], folder: Path) -> None:
-    """transformers fills a missing weight with random numbers and drops one it does not know; both end here."""
-    unknown = [name for name in info["unexpected_keys"] if not name.endswith(_OLD_BUFFERS)]
+def _require_matching(info: Mapping[str, Any], folder: Path, num_layers: int) -> None:
+    """transformers fills a missing weight with random numbers and drops one it does not know; both end here. Those of
+    multi-token-prediction modules are read later (``engine.loading.checkpoint_mtp``)."""
+    layout = find_layout(info["unexpected_keys"], num_layers)
+    unknown = [
+        name
+        for name in info["unexpected_keys"]
+        if not name.endswith(_OLD_BUFFERS) and (layout is None or layout.belongs.match(name) is None)
+    ]
     wrong = {
         "lacks weights that its configuration calls for": sorted(info["missing_keys"]),
         "has weights of other shapes than its configuration": sorted(str(key) for key in info["mismatched_keys"]),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import ModelLoadError
@@ -70,6 +71,19 @@ def read_headers(files: Sequence[Path]) -> list[TensorHeader]:
             f"{files[0].parent} stores weights as {', '.join(packed)}; quantized checkpoints cannot be served yet."
         )
     return headers
+
+
+def read_tensors(files: Sequence[Path], is_wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """The tensors of ``files`` whose names are wanted, as they are stored. Raises ModelLoadError for a truncated or
+    corrupt file."""
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as stored:
+                found |= {name: stored.get_tensor(name) for name in filter(is_wanted, stored.keys())}
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{file} is truncated or corrupt ({error}); fetch it again.") from error
+    return found
 
 
 def _is_weight(header: TensorHeader) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import torch
 
@@ -81,6 +81,34 @@ class DraftFeedback:
     request_id: str
     proposal: DraftTree
     emitted: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class CommittedRows:
+    """What a step added to one request's verified text: positions from ``start`` on, one a row.
+
+    rows: of the flat batch, in order of position. token_ids: of the request, prompt first; it may be longer than what
+    is verified. block_ids: in which the tokens have their KV entries.
+    """
+
+    start: int
+    rows: Sequence[int]
+    token_ids: Sequence[int]
+    block_ids: Sequence[int]
+
+
+@runtime_checkable
+class KvOwner(Protocol):
+    """What a drafter also is that keeps something of every verified token, whoever the request is drafted by: blocks
+    are shared by way of the prefix cache."""
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        """Memory that it takes for each block of the KV cache. dtype: of the model."""
+        ...
+
+    def store(self, hidden: HiddenStates, committed: Sequence[CommittedRows]) -> None:
+        """Called once a step with the states of all its rows, before anything is proposed."""
+        ...
 
 
 class Drafter(Protocol):

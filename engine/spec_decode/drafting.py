@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from engine.scheduler import ScheduledRequest, SchedulerLimits
 from engine.spec_decode.controller import StepCosts
-from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.drafter import (
+    CommittedRows,
+    DraftContext,
+    Drafter,
+    DraftFeedback,
+    ExtraRows,
+    HiddenStates,
+    KvOwner,
+)
 from engine.spec_decode.pacing import DraftPace
 from engine.spec_decode.tree import DraftTree, merged
 
@@ -35,6 +43,7 @@ class Drafting:
     ) -> None:
         """costs: of a step, by its rows; None asks every drafter at every step."""
         self.drafters = tuple(drafters)
+        self._owners = [(drafter, drafter) for drafter in drafters if isinstance(drafter, KvOwner)]
         self._pace = DraftPace(costs)
         self._limits = limits
         self._vocab_size = vocab_size
@@ -79,6 +88,14 @@ class Drafting:
     def settle(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Tells what became of the last proposals: which of their nodes are verified in the coming step."""
         self._pace.settle(scheduled)
+
+    def store(self, hidden: HiddenStates, committed: Sequence[CommittedRows]) -> None:
+        """Hands a step's verified rows to the drafters that keep something of them. One that fails drafts worse."""
+        for drafter, owner in self._owners:
+            try:
+                owner.store(hidden, committed)
+            except Exception:
+                log.exception("drafter %s could not store what a step verified", drafter.method)
 
     def learn_and_propose(self, emissions: Sequence[tuple[Request, Emission]]) -> None:
         """Gives feedback on what was proposed before this step, then proposes for the next one."""

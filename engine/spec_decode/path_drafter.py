@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
 
@@ -23,13 +23,20 @@ from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRank
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.config import Calibration
 from heads.lm_head import DraftLmHead
-from heads.loss import DraftHeads
 from heads.mtp import MtpModule
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
 
-HeadsT = TypeVar("HeadsT", bound=DraftHeads)
+
+class _Deep(Protocol):
+    """Heads of some depths."""
+
+    @property
+    def num_heads(self) -> int: ...
+
+
+HeadsT = TypeVar("HeadsT", bound=_Deep)
 
 _BEAM = 8  # nodes of a request that get children at one depth
 _CHILDREN = 8  # of a node at most
@@ -68,6 +75,11 @@ class _Growing:
     def path(self, node: int) -> list[int]:
         """Pass rows from the root's to the node's own."""
         return [self.rows[step] for step in (ROOT, *self.tree.ancestors(node))]
+
+
+def committed(context: DraftContext) -> Committed:
+    """What of a request's text is in the cache: all but the newest token."""
+    return Committed(context.block_ids, len(context.token_ids) - 1)
 
 
 class PathDrafter(ABC, Generic[HeadsT]):
@@ -114,8 +126,7 @@ class PathDrafter(ABC, Generic[HeadsT]):
             if context.accepted is not None and context.max_nodes > 0
         ]
         if growing:
-            requests = [Committed(one.context.block_ids, len(one.context.token_ids) - 1) for one in growing]
-            self._grow(growing, self._block.begin(requests))
+            self._grow(growing, self._block.begin([committed(one.context) for one in growing]))
         trees = {one.context.request_id: one.tree for one in growing}
         return [trees.get(context.request_id, DraftTree()) for context in contexts]
 
@@ -189,10 +200,12 @@ class PathDrafter(ABC, Generic[HeadsT]):
 
     def _state_before(self, one: _Growing, node: int) -> torch.Tensor:
         """Of the token before ``node``: the root's is the base model's own."""
-        if node == ROOT:
-            assert one.context.accepted is not None
-            return one.context.accepted.final.float()
-        return one.state_of[one.tree.parents[node]]
+        return self._root_state(one.context) if node == ROOT else one.state_of[one.tree.parents[node]]
+
+    def _root_state(self, context: DraftContext) -> torch.Tensor:
+        """[hidden], float32: what the first depth reads."""
+        assert context.accepted is not None
+        return context.accepted.final.float()
 
     def _next_front(self, one: _Growing, depth: int) -> list[int]:
         """Nodes of this depth whose children may be among the likeliest of the tree."""

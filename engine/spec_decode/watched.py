@@ -8,11 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from engine.spec_decode.drafter import DraftContext, Drafter, DraftFeedback, ExtraRows
+from engine.spec_decode.drafter import (
+    CommittedRows,
+    DraftContext,
+    Drafter,
+    DraftFeedback,
+    ExtraRows,
+    HiddenStates,
+    KvOwner,
+)
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.config import CONFIDENCE_EDGES
 
 if TYPE_CHECKING:
+    import torch
+
     from engine.model_runner import ModelRunner
     from engine.spec_decode.candidates import HeadCompute
 
@@ -81,6 +91,13 @@ class WatchedDrafter:
 
     def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
         self._inner.prepare(compute, runner)
+
+    def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
+        return self._inner.block_bytes(block_size, dtype) if isinstance(self._inner, KvOwner) else 0
+
+    def store(self, hidden: HiddenStates, committed: Sequence[CommittedRows]) -> None:
+        if isinstance(self._inner, KvOwner):
+            self._inner.store(hidden, committed)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         if not self._is_chain:

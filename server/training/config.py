@@ -52,6 +52,7 @@ class TrainingSection(Section):
     num_layers: Annotated[int, Field(ge=1, le=8)] = _TRAINING.num_layers
     rank: Annotated[int, Field(ge=1, le=4096)] = _TRAINING.rank
     unroll: Annotated[int, Field(ge=1, le=16)] = _TRAINING.unroll
+    kv: Literal["base", "own"] = _TRAINING.kv
     draft_vocab: Annotated[int, Field(ge=0)] = _TRAINING.draft_vocab
     epochs: Count = _TRAINING.epochs
     batch_tokens: Count = _TRAINING.batch_tokens

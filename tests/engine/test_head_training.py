@@ -26,6 +26,7 @@ from engine.errors import HeadTrainingError, ModelLoadError, RequestFailedError
 from engine.first_heads import draft_vocab
 from engine.head_training import estimate, train_heads
 from engine.loading import load_model
+from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.train_job import WORK, Material, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
 from heads.data import Answer, AnswerStore, Ask, held_out
@@ -304,6 +305,28 @@ def tied_gemma3() -> PreTrainedModel:
         if parameter.dim() > 1:
             parameter.data.mul_(5.0)
     return model
+
+
+def test_a_module_with_a_kv_of_its_own_is_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:
+    """Further with a KV of its own too, whatever the settings say."""
+    first = changed(dataclasses.replace(job(model, tmp_path / "first"), method="mtp"), kv="own", epochs=1)
+    assert train_heads(first, Watched()).acceptance_length >= 1.0
+    before = load_heads(tmp_path / "first")
+    assert before.config.mtp is not None
+    assert before.config.mtp.kv == "own"
+    drafting = make_drafters(
+        SpeculationConfig(heads=str(tmp_path / "first")),
+        load_model(ModelConfig(str(model)), torch.device("cpu"), torch.float32, lambda _: None),
+    )
+    assert drafting.methods == ("suffix", "mtp")
+    assert isinstance(drafting.drafters[1], OwnKvDrafter)
+    further = dataclasses.replace(job(model, tmp_path / "second"), start_from=tmp_path / "first")
+    train_heads(changed(further, epochs=1, learning_rate=1e-9), Watched())
+    after = load_heads(tmp_path / "second")
+    assert after.config.mtp == before.config.mtp
+    start = before.heads.state_dict()
+    assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
+    assert yaml.safe_load((tmp_path / "second" / "run.yaml").read_text())["training"]["kv"] == "own"
 
 
 def test_markov_heads_are_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:

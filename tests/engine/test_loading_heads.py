@@ -20,9 +20,11 @@ from engine.errors import ModelLoadError
 from engine.loading import LoadedModel
 from engine.loading.heads import find_heads, output_head, require_heads_folder
 from heads.checkpoint import save_heads
-from heads.config import BaseModel, HeadsConfig
+from heads.config import BaseModel, HeadsConfig, MtpSizes
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
+from heads.mtp import MtpModule
+from heads.settings import KvSource
 
 DIGEST = "0" * 64
 CONFIG = HeadsConfig("medusa", 2, 32, VOCAB, BaseModel("llama", DIGEST))
@@ -52,6 +54,28 @@ def test_heads_of_another_model_are_refused_in_a_sentence(
     with pytest.raises(ModelLoadError, match=reason) as refused:
         find_heads(str(write(tmp_path, **changes)), loaded())
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kv", "sizes", "reason"),
+    [
+        ("base", (2, 4), "reads 2 KV heads of 4 numbers; llama has 2 of 8"),
+        ("base", (4, 8), "reads 4 KV heads of 8 numbers; llama has 2 of 8"),
+        ("own", (2, 4), "has heads of 4 numbers; llama rotates 8"),
+        ("own", (4, 8), None),
+    ],
+)
+def test_a_module_must_fit_the_cache_it_reads_or_the_rotation_it_shares(
+    tmp_path: Path, kv: KvSource, sizes: tuple[int, int], reason: str | None
+) -> None:
+    shape = MtpSizes(kv, 48, 4, *sizes, 1e-5)
+    config = dataclasses.replace(CONFIG, method="mtp", mtp=shape)
+    save_heads(tmp_path, MtpModule(32, shape, 2), config, None, "")
+    if reason is None:
+        assert find_heads(str(tmp_path), loaded()) is not None
+        return
+    with pytest.raises(ModelLoadError, match=reason):
+        find_heads(str(tmp_path), loaded())
 
 
 def test_the_same_model_from_another_file_is_tried(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -121,8 +145,8 @@ def test_drafters_that_contradict_the_heads_are_refused(tmp_path: Path) -> None:
         make_drafters(SpeculationConfig(drafters=("suffix", "medusa")), loaded())
     with pytest.raises(ModelLoadError, match="leaves medusa out"):
         make_drafters(SpeculationConfig(drafters=("suffix",), heads=str(write(tmp_path))), loaded())
-    with pytest.raises(ModelLoadError, match="unknown drafter 'eagle'; available: suffix, medusa"):
-        make_drafters(SpeculationConfig(drafters=("eagle",)), loaded())
+    with pytest.raises(ModelLoadError, match="unknown drafter 'hydra'; available: suffix, medusa"):
+        make_drafters(SpeculationConfig(drafters=("hydra",)), loaded())
 
 
 def test_without_speculation_no_heads_are_read() -> None:

@@ -23,7 +23,7 @@ from tiny_engine import (
     tiny_core,
     tiny_model,
 )
-from tiny_heads import markov_drafter, medusa_drafter, mtp_drafter
+from tiny_heads import markov_drafter, medusa_drafter, mtp_drafter, own_kv_drafter
 
 from engine.sampling_params import EngineRequest, SamplingParams, SpeculationParams
 from engine.spec_decode.suffix import SuffixDrafter
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("no_drafter_fails")
 
 KINDS = [
     *("suffix", "oracle", "hostile", "merged", "medusa", "medusa_suffix", "medusa_hostile"),
-    *("markov", "markov_hostile", "mtp", "mtp_hostile"),
+    *("markov", "markov_hostile", "mtp", "mtp_hostile", "own"),
 ]
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
@@ -100,9 +100,9 @@ def drafters_for(kind: str, truth: dict[str, Answer], seed: int, architecture: s
         medusa = medusa_drafter(architecture, coupling=seed % 2 == 0, draft_vocab=None if seed % 3 else 40)
         others = {"medusa": [], "medusa_suffix": [SuffixDrafter()], "medusa_hostile": [HostileDrafter(seed)]}
         return [*others[kind], medusa]
-    if kind.startswith(("markov", "mtp")):
+    if kind.startswith(("markov", "mtp", "own")):
         vocab = None if seed % 3 else 40
-        make = markov_drafter if kind.startswith("markov") else mtp_drafter
+        make = {"markov": markov_drafter, "mtp": mtp_drafter, "own": own_kv_drafter}[kind.removesuffix("_hostile")]
         made = make(tiny_model(architecture), coupling=seed % 2 == 0, draft_vocab=vocab)
         return [HostileDrafter(seed), made] if kind.endswith("_hostile") else [made]
     oracle = OracleDrafter({name: answer.ids for name, answer in truth.items()}, seed)

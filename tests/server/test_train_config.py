@@ -49,13 +49,14 @@ def test_every_setting_reaches_the_engine() -> None:
         "training.base=lora",
         "lora.rank=4",
         "lora.base_weight=2",
+        "training.kv=own",
     ]
     model, engine, training = load_settings(TrainConfig, FILE, overrides, {"model.path": "m"}).to_engine_settings()
     assert (model.path, model.dtype) == ("m", "float32")
     assert engine.kv_cache_memory == 2**30
     assert training.answers.temperatures == (0.5, 1.0)
     assert training.answers.tokens == 7
-    assert training.training == TrainSettings(num_heads=2, seed=9)
+    assert training.training == TrainSettings(num_heads=2, seed=9, kv="own")
     assert training.lora == LoraSettings(rank=4, base_weight=2.0)
     assert load_settings(TrainConfig, FILE, ["lora.rank=4"]).to_engine_settings()[2].lora is None
 
@@ -70,6 +71,7 @@ def test_every_setting_reaches_the_engine() -> None:
         ("training.epochs=1.5", ["training.epochs", "1.5", "valid integer"]),
         ("training.num_heads=17", ["training.num_heads", "less than or equal to 16"]),
         ("training.num_layers=0", ["training.num_layers", "greater than or equal to 1"]),
+        ("training.kv=both", ["training.kv", "'both'", "'own'"]),
         ("training.draft_vocab=-1", ["training.draft_vocab", "greater than or equal to 0"]),
         ("training.learning_rate=0", ["training.learning_rate", "greater than 0"]),
         ("training.learning_rate=.nan", ["training.learning_rate", "nan"]),

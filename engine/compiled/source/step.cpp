@@ -18,11 +18,12 @@ extern "C" {
 
 // Weights of a decoder layer. qkv: the three projections above one another; gate_up: gate above up. q_norm, k_norm: of
 // each head, or null. keys: [kv_heads, tiles, head_dim, 16]; values: [kv_heads, slots, head_dim]. window: 0 is none.
+// first: entries before it do not exist.
 struct HeadlongLayer {
   Matrix qkv, output, gate_up, down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;
   float *keys, *values;
-  int32_t window;
+  int32_t window, first;
 };
 
 // join: of an MTP module alone, [hidden, 2 hidden], makes its input of a normed embedding and the normed state of the
@@ -46,6 +47,7 @@ struct HeadlongSegment {
 // states: [rows, hidden], the embeddings on entry, overwritten. prefix, path_start, path: what each row sees (View).
 // final: [rows, hidden] after the last norm. logits: [kept, vocabulary]. captures[i]: [rows, hidden] receives the output
 // of layer capture_layers[i]. previous: [rows, hidden], the states that an MTP module joins with the embeddings.
+// stores_only: the rows' keys and values of the first layer are stored, and nothing else is computed.
 struct HeadlongStep {
   int32_t rows, segments, kept, num_captures;
   float* states;
@@ -55,6 +57,7 @@ struct HeadlongStep {
   float *final, *logits;
   float* const* captures;
   const float* previous;
+  int32_t stores_only;
 };
 
 }  // extern "C"
@@ -110,6 +113,7 @@ class Step {
 
   void thread(int t) {
     if (m_.join.data) run_join(t);
+    if (s_.stores_only) return store_entries(t, 0);
     for (int layer = 0; layer < m_.num_layers; layer++) {
       run_layer(t, layer);
       for (int i = 0; i < s_.num_captures; i++)
@@ -183,9 +187,10 @@ class Step {
     e_.pool.barrier();
   }
 
-  void run_layer(int t, int index) {
+  // A layer's keys and values of all rows; their queries too.
+  void store_entries(int t, int index) {
     const HeadlongLayer& layer = m_.layers[index];
-    const int mixed = m_.heads * m_.head_dim, counter = index * 5;
+    const int counter = index * 5;
     warm(t, layer.qkv, 0, panels(layer.qkv.n));
     each_row(t, s_.rows, [&](int r) {
       k_.norm(s_.states + at(r), layer.input_norm, m_.eps, m_.hidden, normed_ + at(r));
@@ -197,6 +202,12 @@ class Step {
     e_.pool.barrier();
     each_row(t, s_.rows, [&](int r) { place(layer, r); });
     e_.pool.barrier();
+  }
+
+  void run_layer(int t, int index) {
+    const HeadlongLayer& layer = m_.layers[index];
+    const int mixed = m_.heads * m_.head_dim, counter = index * 5;
+    store_entries(t, index);
     float* scores = e_.scores[t].floats((size_t)kQueries * score_stride_);
     std::atomic<int32_t>& next = next_of(counter + 1, 0);
     for (int task; (task = next.fetch_add(1, std::memory_order_relaxed)) < (int)tasks_.size();)
@@ -272,7 +283,7 @@ class Step {
       task.queries[q] = qkv_ + (size_t)row * qkv_width_ + head * size;
       task.outputs[q] = mixed_ + ((size_t)row * m_.heads + head) * size;
       const int32_t position = s_.positions[row];
-      task.views[q].low = layer.window ? std::max(0, position - layer.window + 1) : 0;
+      task.views[q].low = layer.window ? std::max(layer.first, position - layer.window + 1) : layer.first;
       task.views[q].prefix = s_.prefix[row];
       task.views[q].path_length = s_.path_start[row + 1] - s_.path_start[row];
       task.views[q].path = s_.path + s_.path_start[row];
