@@ -21,10 +21,12 @@ from engine.model_runner import ForwardResult, ModelRunner
 from engine.outputs import RequestOutput
 from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitmix64
 from engine.spec_decode.draft_block import DraftBlock
+from engine.spec_decode.streaming import StreamPass
 from heads.data import Answer, Ask, LoopDetector
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 from heads.settings import AnswerSettings
+from heads.streaming import StreamingHeads
 
 
 class StateRecorder:
@@ -56,6 +58,9 @@ class StateRecorder:
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         return self._runner.make_block(module, lm_head)
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        return self._runner.make_streams(heads, lm_head)
 
 
 @dataclass(slots=True)

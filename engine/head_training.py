@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from engine.assembly import assemble
 from engine.backend import Backend, choose_backend
 from engine.config import EngineSettings, SpeculationConfig
-from engine.contexts import ContextReader, add_contexts
+from engine.contexts import ContextReader, TopLayersReader, add_contexts
 from engine.device import resolve_device, resolve_dtype
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.draft_test import measure_acceptance
@@ -43,6 +43,8 @@ from heads.evaluate import Evaluation, evaluate
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
+from heads.top_layers import TopLayersStore
 from heads.train import Progress, train
 
 WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
@@ -124,15 +126,22 @@ def _load(job: TrainJob, start: LoadedHeads | None, watch: Watch) -> tuple[Backe
 def _read(job: TrainJob, backend: Backend, store: AnswerStore, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
     shards = range(len(store))
-    if job.method != MtpModule.method:
+    if job.method not in (MtpModule.method, StreamingHeads.method):
         return store.read_all()
 
-    def make_reader() -> ContextReader:
-        longest = max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
-        return ContextReader(backend, longest, job.engine.block_size)
+    def longest() -> int:
+        return max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
 
-    add_contexts(store, len(shards), make_reader, lambda done: watch.advance("contexts", done, len(shards), ""))
-    return [answer for index in shards for answer in store.read_with_contexts(index)]
+    def progress(done: int) -> None:
+        watch.advance("contexts", done, len(shards), "")
+
+    block_size, layers = job.engine.block_size, job.settings.training.stream_layers
+    if job.method == MtpModule.method:
+        add_contexts(store, len(shards), lambda: ContextReader(backend, longest(), block_size), progress)
+        return [answer for index in shards for answer in store.read_with_contexts(index)]
+    tops = TopLayersStore(store, layers)
+    add_contexts(tops, len(shards), lambda: TopLayersReader(backend, longest(), block_size, layers), progress)
+    return [answer for index in shards for answer in tops.read_with_contexts(index)]
 
 
 def _asks(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:
@@ -217,7 +226,8 @@ def _config(job: TrainJob, result: _Result, tau: float) -> HeadsConfig:
     return HeadsConfig(
         method=heads.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
-        rank=heads.rank if isinstance(heads, MarkovHeads) else None,
+        rank=heads.rank if isinstance(heads, MarkovHeads | StreamingHeads) else None,
+        streaming=heads.sizes if isinstance(heads, StreamingHeads) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
         hidden_size=heads.hidden_size,

@@ -18,11 +18,14 @@ from engine.attention.cache import PagedKV
 from engine.attention.paged import ATTENTION_NAME, register
 from engine.attention.segments import step_attention
 from engine.batch import Batch
+from engine.linear import pack_linears
 from engine.loading.mtp import attach_base
 from engine.spec_decode.draft_block import DraftBlock, TorchDraftBlock
 from engine.spec_decode.drafter import HiddenStates
+from engine.spec_decode.streaming import StreamPass, TorchStreamPass
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +53,10 @@ class ModelRunner(Protocol):
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         """An MTP module that drafts over this runner's cache; it cannot be trained or saved any more."""
+        ...
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        """Streams, attached to their base model, that draft over this runner's cache; as ``make_block``."""
         ...
 
 
@@ -156,3 +163,9 @@ class TransformersRunner:
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> DraftBlock:
         attach_base(module, self._model)
         return TorchDraftBlock(module, lm_head, self._cache, self._block_size)
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        heads.merge()
+        pack_linears(heads)
+        pack_linears(lm_head)
+        return TorchStreamPass(heads, lm_head, self._cache, self._block_size)

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Batch, RowSpan
-from engine.compiled.draft_block import PASS_TILES, CompiledDraftBlock, LastLayer
+from engine.compiled.draft_block import PASS_TILES, BaseLayers, CompiledDraftBlock
 from engine.compiled.library import TILE, Layer, Library, Model, Segment, Step
+from engine.compiled.streams import CompiledStreamPass
 from engine.compiled.weights import PackedWeights
 from engine.errors import ModelLoadError
 from engine.model_runner import ForwardResult
@@ -21,6 +22,7 @@ from engine.spec_decode.drafter import HiddenStates
 from engine.spec_decode.tree import ROOT
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 
 Ints = npt.NDArray[np.int32]
 
@@ -172,17 +174,30 @@ class CompiledRunner:
 
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> CompiledDraftBlock:
         """A draft block over the last layer's cache. Raises ModelLoadError."""
-        last = LastLayer(
+        return CompiledDraftBlock(
+            self._library, self._base(), module, lm_head, is_int8=self._is_int8, threads=self._threads
+        )
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> CompiledStreamPass:
+        """Streams over the uppermost layers' caches. Raises ModelLoadError."""
+        return CompiledStreamPass(
+            self._library, self._base(), heads, lm_head, is_int8=self._is_int8, threads=self._threads
+        )
+
+    @property
+    def _is_int8(self) -> bool:
+        return bool(self._weights.lm_head.is_int8)
+
+    def _base(self) -> BaseLayers:
+        return BaseLayers(
             weights=self._weights,
-            keys=self._kv.keys[-1].ctypes.data,
-            values=self._kv.values[-1].ctypes.data,
+            keys=[layer.ctypes.data for layer in self._kv.keys],
+            values=[layer.ctypes.data for layer in self._kv.values],
             num_tiles=self._kv.num_tiles,
             first_tile=self._pool_tiles,
             block_size=self._block_size,
             owner=self._kv,
         )
-        is_int8 = bool(self._weights.lm_head.is_int8)
-        return CompiledDraftBlock(self._library, last, module, lm_head, is_int8=is_int8, threads=self._threads)
 
 
 class _Paths:

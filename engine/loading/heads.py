@@ -14,6 +14,7 @@ from engine.attention.check import layer_shapes
 from engine.config import SpeculationConfig
 from engine.errors import ModelLoadError
 from engine.loading.model import LoadedModel
+from engine.loading.streaming import require_layers
 from heads.checkpoint import PRETRAINED, LoadedHeads, load_heads
 from heads.config import CONFIG_FILE, PUBLIC_MEDUSA, HeadsConfig
 from heads.errors import HeadsError
@@ -90,6 +91,8 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
         )
     if config.mtp is not None:
         _require_block(config, loaded)
+    if config.streaming is not None:
+        require_layers(config.streaming, loaded.model)
     if config.format == PUBLIC_MEDUSA:
         if config.base_model.name.lower() != loaded.name.lower():
             log.warning(

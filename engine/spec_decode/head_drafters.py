@@ -6,13 +6,17 @@ from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
+from engine.spec_decode.streaming import StreamingDrafter
 from heads.checkpoint import Heads
 from heads.config import Calibration
 from heads.lm_head import DraftLmHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 
-HEAD_METHODS = (MedusaDrafter.method, MarkovDrafter.method, MtpDrafter.method)
+HEAD_METHODS = (MedusaDrafter.method, MarkovDrafter.method, MtpDrafter.method, StreamingDrafter.method)
+# Those that store entries of their own beside the KV of requests.
+KV_METHODS = (MtpDrafter.method, StreamingDrafter.method)
 
 
 def head_drafter(
@@ -28,4 +32,6 @@ def head_drafter(
         return MtpDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
     if isinstance(heads, MarkovHeads):
         return MarkovDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+    if isinstance(heads, StreamingHeads):
+        return StreamingDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
     return MedusaDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)

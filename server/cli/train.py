@@ -37,7 +37,8 @@ def train(
         str | None, typer.Argument(help="A folder, a GGUF file, a hub id or package:NAME; default: the embedded model.")
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Kind of heads: medusa, markov or mtp.  \\[default: that of --from, or medusa]")
+        str | None,
+        typer.Option(help="Kind of heads: medusa, markov, mtp or streaming.  \\[default: that of --from, or medusa]"),
     ] = None,
     start_from: Annotated[
         str | None, typer.Option("--from", help="Heads to train further instead of new ones.", metavar="DIR")
