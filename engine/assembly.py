@@ -19,18 +19,19 @@ from engine.kv_cache import BlockPool
 from engine.loading import LoadedModel
 from engine.loading.heads import find_heads, output_head
 from engine.loading.memory import available_bytes
+from engine.loading.streaming import attach_layers
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler, SchedulerLimits
 from engine.spec_decode.controller import Controller
 from engine.spec_decode.drafter import Drafter, KvOwner
 from engine.spec_decode.drafting import Drafting
-from engine.spec_decode.head_drafters import HEAD_METHODS, head_drafter
-from engine.spec_decode.path_drafter import MtpDrafter
+from engine.spec_decode.head_drafters import HEAD_METHODS, KV_METHODS, head_drafter
 from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.verifier import make_verifier
 from engine.step_bench import StepBench, measured_costs
 from heads.checkpoint import LoadedHeads
 from heads.lm_head import DraftLmHead
+from heads.streaming import StreamingHeads
 
 log = logging.getLogger("headlong.engine")
 
@@ -99,6 +100,8 @@ def _head_drafter(
     module = heads.heads
     if isinstance(module, torch.nn.Module):
         module.to(lm_head.linear.weight.device)
+    if isinstance(module, StreamingHeads):
+        attach_layers(module, loaded.model)
     return head_drafter(
         module,
         lm_head,
@@ -144,7 +147,7 @@ def assemble(
         block_size=block_size,
         needs_hidden=recorder is not None or any(drafter.needs_hidden for drafter in drafters),
         hidden_layers=sorted({layer for drafter in drafters for layer in drafter.hidden_layers}),
-        passes=limits.max_num_seqs if any(drafter.method == MtpDrafter.method for drafter in drafters) else 0,
+        passes=limits.max_num_seqs if any(drafter.method in KV_METHODS for drafter in drafters) else 0,
     )
     runner = backend.make_runner(needs)
     for drafter in drafters:

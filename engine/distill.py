@@ -23,11 +23,13 @@ from engine.sampling_params import MASK64, EngineRequest, SamplingParams, splitm
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import DraftBlock
 from engine.spec_decode.own_kv import OwnKvBlock
+from engine.spec_decode.streaming import StreamPass
 from heads.data import LOOP_REPEATS, LOOP_SIZE, Answer, Ask, LoopDetector
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 from heads.recursive import OwnKvModule
 from heads.settings import AnswerSettings
+from heads.streaming import StreamingHeads
 
 
 class StateRecorder:
@@ -62,6 +64,9 @@ class StateRecorder:
 
     def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
         return self._runner.make_own_block(module, lm_head, compute)
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        return self._runner.make_streams(heads, lm_head)
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ from engine.errors import HeadTrainingError
 from engine.loading import LoadedModel
 from engine.loading.heads import output_head, require_fitting
 from engine.loading.mtp import new_mtp
+from engine.loading.streaming import attach_layers, new_streams
 from engine.train_job import Material, TrainJob
 from heads.checkpoint import Heads, LoadedHeads
 from heads.data import Answer
@@ -19,6 +20,7 @@ from heads.markov import MarkovHeads, MarkovSizes
 from heads.markov import start as start_markov
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 
 
 def sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
@@ -36,6 +38,8 @@ def sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
     sizes = dataclasses.replace(job.settings.training, num_heads=found.num_heads, num_layers=found.num_layers)
     if found.mtp is not None:
         sizes = dataclasses.replace(sizes, kv=found.mtp.kv)
+    if found.streaming is not None:
+        sizes = dataclasses.replace(sizes, rank=found.rank or sizes.rank, stream_layers=found.streaming.layers)
     if method == MarkovHeads.method:
         # Each token of the draft vocabulary has a row of the bias, so it stays.
         drafted = 0 if start.token_ids is None else len(start.token_ids)
@@ -45,17 +49,21 @@ def sized_as_start(job: TrainJob, start: LoadedHeads | None) -> TrainJob:
 
 
 def first_heads(job: TrainJob, start: LoadedHeads | None, loaded: LoadedModel) -> Heads:
-    """The heads that the first step changes."""
+    """The heads that the first step changes; call it before the model's linear layers are packed."""
     settings = job.settings.training
     if start is not None:
         require_fitting(start, loaded)
         assert isinstance(start.heads, Heads), "load_heads gives no others"
         heads = start.heads.train().requires_grad_(True)
+        if isinstance(heads, StreamingHeads):
+            attach_layers(heads, loaded.model)
         if not isinstance(heads, MedusaHeads) or job.method == MedusaHeads.method:
             return heads
         medusa = heads
     elif job.method == MtpModule.method:
         return new_mtp(loaded.model, settings)
+    elif job.method == StreamingHeads.method:
+        return new_streams(loaded.model, settings)
     else:
         medusa = MedusaHeads(output_head(loaded.model).weight.shape[1], settings.num_heads, settings.num_layers)
         if job.method == MedusaHeads.method:

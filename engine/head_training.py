@@ -46,6 +46,7 @@ from heads.files import replace_file
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 from heads.train import Progress, train
 
 _BASELINE_PROMPTS = 24
@@ -95,6 +96,8 @@ def _prepare(job: TrainJob, watch: Watch) -> Run:
     start = None if job.start_from is None else load_heads(job.start_from)
     job = sized_as_start(job, start)
     if job.settings.lora is not None:
+        if job.method == StreamingHeads.method:
+            raise HeadTrainingError("streams read stored layers of the base model, so it cannot be trained with them")
         require_peft()
     backend, head, heads = _load(job, start, watch)
     if job.settings.lora is not None:
@@ -158,7 +161,8 @@ def _config(job: TrainJob, result: Result, tau: float) -> HeadsConfig:
     return HeadsConfig(
         method=heads.method,
         mtp=heads.shape if isinstance(heads, MtpModule) else None,
-        rank=heads.rank if isinstance(heads, MarkovHeads) else None,
+        rank=heads.rank if isinstance(heads, MarkovHeads | StreamingHeads) else None,
+        streaming=heads.sizes if isinstance(heads, StreamingHeads) else None,
         num_heads=heads.num_heads,
         num_layers=job.settings.training.num_layers,
         hidden_size=heads.hidden_size,

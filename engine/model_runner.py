@@ -18,14 +18,17 @@ from engine.attention.cache import PagedKV
 from engine.attention.paged import ATTENTION_NAME, register
 from engine.attention.segments import step_attention
 from engine.batch import Batch
+from engine.linear import pack_linears
 from engine.loading.mtp import attach_base
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import DraftBlock, TorchDraftBlock
 from engine.spec_decode.drafter import HiddenStates
 from engine.spec_decode.own_kv import OwnKvBlock, PoolShape, TorchOwnKvBlock
+from engine.spec_decode.streaming import StreamPass, TorchStreamPass
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 from heads.recursive import OwnKvModule
+from heads.streaming import StreamingHeads
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,10 @@ class ModelRunner(Protocol):
     def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
         """A module that drafts over a KV layer of its own, in the blocks of this runner's cache; neither module nor
         lm_head can be trained or saved any more."""
+        ...
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        """Streams, attached to their base model, that draft over this runner's cache; as ``make_block``."""
         ...
 
 
@@ -172,3 +179,9 @@ class TransformersRunner:
         return TorchOwnKvBlock(
             module, lm_head, PoolShape(keys.shape[1], self._block_size, keys.dtype, keys.device), compute
         )
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> StreamPass:
+        heads.merge()
+        pack_linears(heads)
+        pack_linears(lm_head)
+        return TorchStreamPass(heads, lm_head, self._cache, self._block_size)

@@ -10,7 +10,7 @@ from typing import Protocol
 from engine.assembly import assemble
 from engine.backend import Backend
 from engine.config import EngineSettings, SpeculationConfig
-from engine.contexts import ContextReader, add_contexts
+from engine.contexts import ContextReader, TopLayersReader, add_contexts
 from engine.distill import AnswerGenerator, StateRecorder, answer_plan, make_asks
 from engine.errors import HeadTrainingError
 from engine.first_heads import drafted_tokens
@@ -23,6 +23,8 @@ from heads.config import HELD_OUT
 from heads.data import Answer, AnswerStore, Ask, Collected, collect
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
+from heads.top_layers import TopLayersStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +45,22 @@ def read_answers(run: Run, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
     job, store = run.job, run.store
     shards = range(len(store))
-    if job.method != MtpModule.method:
+    if job.method not in (MtpModule.method, StreamingHeads.method):
         return store.read_all()
 
-    def make_reader() -> ContextReader:
-        longest = max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
-        return ContextReader(run.backend, longest, job.engine.block_size)
+    def longest() -> int:
+        return max(len(answer.ask.prompt) + len(answer.tokens) for index in shards for answer in store.read(index))
 
-    add_contexts(store, len(shards), make_reader, lambda done: watch.advance("contexts", done, len(shards), ""))
-    return [answer for index in shards for answer in store.read_with_contexts(index)]
+    def progress(done: int) -> None:
+        watch.advance("contexts", done, len(shards), "")
+
+    backend, block_size, layers = run.backend, job.engine.block_size, job.settings.training.stream_layers
+    if job.method == MtpModule.method:
+        add_contexts(store, len(shards), lambda: ContextReader(backend, longest(), block_size), progress)
+        return [answer for index in shards for answer in store.read_with_contexts(index)]
+    tops = TopLayersStore(store, layers)
+    add_contexts(tops, len(shards), lambda: TopLayersReader(backend, longest(), block_size, layers), progress)
+    return [answer for index in shards for answer in tops.read_with_contexts(index)]
 
 
 def asks_of(job: TrainJob, loaded: LoadedModel, material: Material) -> list[Ask]:

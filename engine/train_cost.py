@@ -22,7 +22,7 @@ class Workload:
 
     target: answer tokens wanted. asks: prompts there are. max_tokens: of an answer. prompt_tokens: of all asks.
     hidden: width of a state. context: numbers of a context's entry, keys and values; 0 where heads need none.
-    parameters: trained.
+    parameters: trained. reads_disk: contexts stay on disk, where each step reads its own.
     """
 
     target: int
@@ -33,6 +33,7 @@ class Workload:
     hidden: int
     context: int
     parameters: int
+    reads_disk: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +85,13 @@ def cost(work: Workload, done: Done, rates: Rates) -> Cost:
     states = tokens * (_HALF * work.hidden + _SINGLE)
     contexts = _HALF * (entries * work.context + (prompts * work.hidden if work.context else 0))
     parameters = _SINGLE * work.parameters * _CHECKPOINT
+    kept = 0 if work.reads_disk else contexts
     return Cost(
         answers=_seconds(tokens - done.tokens - done.writing, rates.answers),
         contexts=_seconds(entries - done.entries, rates.contexts),
         training=_seconds(trained * (1 - done.trained), rates.training),
         disk=round(states + _SINGLE * prompts + contexts + _ASIDE * parameters + _HALF * work.parameters),
-        held=round(states + _SINGLE * prompts + contexts + parameters + _SINGLE * work.parameters),
+        held=round(states + _SINGLE * prompts + kept + parameters + _SINGLE * work.parameters),
     )
 
 

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from engine.backend import Backend
-from engine.contexts import ContextReader
+from engine.contexts import ContextReader, TopLayersReader
 from engine.train_cost import Done, Machine, Rates, Workload, cost, tell
 from engine.train_job import TrainJob, Watch
 from engine.train_slice import AnswerPace, Clock, made_up_answers, with_contexts
 from heads.checkpoint import Heads
-from heads.data import AnswerStore, Ask
+from heads.data import Answer, AnswerStore, Ask, TopLayers
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
+from heads.top_layers import TopLayersStore
 from heads.train import share_trained, training_rate
 
 
@@ -52,7 +56,7 @@ class Estimator:
 
     @property
     def _needs_contexts(self) -> bool:
-        return self._job.method == MtpModule.method
+        return self._job.method in (MtpModule.method, StreamingHeads.method)
 
     def measure(self, lm_head: DraftLmHead) -> None:
         """Times contexts and training steps. lm_head: with a draft vocabulary as large as the run's."""
@@ -62,9 +66,16 @@ class Estimator:
         answers = made_up_answers(self._parts.asks, sizes, settings.training.batch_tokens)
         if self._needs_contexts:
             longest = max(len(answer.ask.prompt) + len(answer.tokens) for answer in answers)
-            reader = ContextReader(self._parts.backend, longest, self._job.engine.block_size)
-            answers, self._contexts = with_contexts(answers, reader, self._clock)
+            answers, self._contexts = with_contexts(answers, self._context_adder(longest), self._clock)
         self._training = training_rate(self._parts.heads, lm_head, answers, settings.training, self._clock)
+
+    def _context_adder(self, longest: int) -> Callable[[Answer], Answer]:
+        backend, block_size = self._parts.backend, self._job.engine.block_size
+        if self._job.method == StreamingHeads.method:
+            tops = TopLayersReader(backend, longest, block_size, self._job.settings.training.stream_layers)
+            return lambda answer: dataclasses.replace(answer, read_top=functools.partial(_same, tops(answer)))
+        reader = ContextReader(backend, longest, block_size)
+        return lambda answer: dataclasses.replace(answer, context=reader(answer))
 
     def begin_shard(self) -> None:
         """Answers of another shard are about to be written."""
@@ -94,7 +105,10 @@ class Estimator:
             raise Estimated
 
     def _workload(self) -> Workload:
-        settings, last = self._job.settings, self._parts.backend.shapes[-1]
+        settings, shapes = self._job.settings, self._parts.backend.shapes
+        is_streaming = self._job.method == StreamingHeads.method
+        read = shapes[-settings.training.stream_layers :] if is_streaming else shapes[-1:]
+        entry = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in read)
         return Workload(
             target=settings.answers.tokens,
             asks=len(self._parts.asks),
@@ -102,17 +116,24 @@ class Estimator:
             prompt_tokens=sum(len(ask.prompt) for ask in self._parts.asks),
             epochs=settings.training.epochs,
             hidden=self._parts.head.weight.shape[1],
-            context=last.num_kv_heads * (last.key_dim + last.value_dim) if self._needs_contexts else 0,
+            context=entry if self._needs_contexts else 0,
             parameters=sum(parameter.numel() for parameter in self._parts.heads.parameters()),
+            reads_disk=is_streaming,
         )
 
     def _done(self) -> Done:
         store, size = self._parts.store, self._job.settings.answers.shard_size
         counts = [store.count_tokens(index) for index in range(len(store))]
         entries = 0
+        layers, is_streaming = self._job.settings.training.stream_layers, self._job.method == StreamingHeads.method
+        contexts = TopLayersStore(store, layers) if is_streaming else store
         for index, count in enumerate(counts):
-            if store.has_contexts(index):
+            if contexts.has_contexts(index):
                 shard = self._parts.asks[index * size : (index + 1) * size]
                 entries += count + sum(len(ask.prompt) for ask in shard)
         answers = min(len(counts) * size, len(self._parts.asks))
         return Done(answers, sum(counts), self._writing, entries, share_trained(store.folder.parent))
+
+
+def _same(layers: TopLayers) -> TopLayers:
+    return layers

@@ -42,8 +42,8 @@ class Watch(Protocol):
 @dataclass(frozen=True, slots=True)
 class TrainJob:
     """material: makes the prompts from the model's folder, where its tokenizer lies. run: facts for run.yaml. method:
-    "medusa", "markov" or "mtp"; None: that of start_from, or "medusa". start_from: a folder of heads to train further,
-    whose sizes go before those of the settings; markov heads may start from medusa ones."""
+    "medusa", "markov", "mtp" or "streaming"; None: that of start_from, or "medusa". start_from: a folder of heads to
+    train further, whose sizes go before those of the settings; markov heads may start from medusa ones."""
 
     model: ModelConfig
     folder: Path

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 
-from engine.contexts import ContextReader
 from heads.data import Answer, Ask
 
 Clock = Callable[[], float]
@@ -67,11 +65,11 @@ def made_up_answers(asks: Sequence[Ask], sizes: tuple[int, int, int], count: int
 
 
 def with_contexts(
-    answers: Sequence[Answer], reader: ContextReader, clock: Clock = time.monotonic
+    answers: Sequence[Answer], add_context: Callable[[Answer], Answer], clock: Clock = time.monotonic
 ) -> tuple[list[Answer], float]:
     """The answers with their contexts, and the entries read a second; the first is read twice, to warm up."""
-    reader(answers[0])
+    add_context(answers[0])
     began = clock()
-    read = [replace(answer, context=reader(answer)) for answer in answers]
+    read = [add_context(answer) for answer in answers]
     entries = sum(len(answer.ask.prompt) + len(answer.tokens) for answer in answers)
     return read, entries / max(clock() - began, 1e-9)

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from heads.data import Answer, Context
+from heads.data import Answer, Context, TopLayers
 from heads.lm_head import DraftLmHead
 
 
@@ -19,7 +19,7 @@ class Batch:
 
     states: [rows, hidden] float32. tokens: [rows] ids. targets: [rows] index of the token in the draft vocabulary, -1
     outside it. positions: [rows] of the state in its sequence, prompt included. lengths: rows of each answer.
-    contexts: of each answer, where the answers have them.
+    contexts, tops: of each answer, where the answers have them.
     """
 
     states: torch.Tensor
@@ -28,6 +28,7 @@ class Batch:
     positions: torch.Tensor
     lengths: tuple[int, ...]
     contexts: tuple[Context, ...]
+    tops: tuple[TopLayers, ...] = ()
 
     @cached_property
     def ends(self) -> torch.Tensor:
@@ -63,6 +64,7 @@ def make_batch(answers: Sequence[Answer], lm_head: DraftLmHead) -> Batch:
         ).to(device),
         lengths=tuple(len(answer.tokens) for answer in answers),
         contexts=tuple(answer.context.to(device) for answer in answers if answer.context is not None),
+        tops=tuple(answer.read_top().to(device) for answer in answers if answer.read_top is not None),
     )
 
 

@@ -21,6 +21,7 @@ from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import OWN_LM_HEADS, MedusaHeads
 from heads.mtp import MtpModule
 from heads.recursive import OwnKvModule
+from heads.streaming import StreamingHeads
 from heads.weights import read_weights, require_fitting
 
 WEIGHTS_FILE = "heads.safetensors"
@@ -28,12 +29,13 @@ DRAFT_VOCAB_FILE = "draft_vocab.json"
 RUN_FILE = "run.yaml"
 PRETRAINED = Path(__file__).parent / "pretrained"
 
-Heads = MedusaHeads | MarkovHeads | MtpModule
+Heads = MedusaHeads | MarkovHeads | MtpModule | StreamingHeads
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedHeads:
-    """Heads ready to run in float32. token_ids: the draft vocabulary, ascending, or None for the whole one. lm_head:
+    """Heads in float32, ready to run once those that need some of the base model are given it. token_ids: the draft
+    vocabulary, ascending, or None for the whole one. lm_head:
     [draft vocabulary, hidden], the output matrix of a module that does not share the model's."""
 
     folder: Path
@@ -70,6 +72,8 @@ def load_heads(folder: Path) -> LoadedHeads:
     with torch.device("meta"):  # sizes alone: a config.json that lies about them must not take memory for them
         if config.method == MarkovHeads.method:
             heads: Heads = _empty_markov(config, folder, config.vocab_size if token_ids is None else len(token_ids))
+        elif config.method == StreamingHeads.method:
+            heads = _empty_streams(config, folder)
         else:
             heads = _empty(config, folder, has_lm_heads)
     require_fitting(weights, heads.state_dict(), folder / WEIGHTS_FILE)
@@ -82,7 +86,9 @@ def _empty(config: HeadsConfig, folder: Path, has_lm_heads: bool) -> MedusaHeads
         own_vocab = config.vocab_size if has_lm_heads else None
         return MedusaHeads(config.hidden_size, config.num_heads, config.num_layers, own_vocab=own_vocab)
     if config.method != MtpModule.method:
-        raise HeadsError(f"{folder} holds heads of the method {config.method!r}; known are medusa, markov and mtp")
+        raise HeadsError(
+            f"{folder} holds heads of the method {config.method!r}; known are medusa, markov, mtp and streaming"
+        )
     if config.mtp is None:
         raise HeadsError(f"{folder}: {CONFIG_FILE} of an mtp module needs its sizes under mtp")
     return MtpModule(config.hidden_size, config.mtp, config.num_heads)
@@ -93,6 +99,12 @@ def _empty_markov(config: HeadsConfig, folder: Path, draft_vocab: int) -> Markov
         raise HeadsError(f"{folder}: {CONFIG_FILE} of markov heads needs the rank of their bias")
     medusa = MedusaHeads(config.hidden_size, config.num_heads, config.num_layers)
     return MarkovHeads(medusa, MarkovSizes(config.rank, config.vocab_size, draft_vocab))
+
+
+def _empty_streams(config: HeadsConfig, folder: Path) -> StreamingHeads:
+    if config.streaming is None or config.rank is None:
+        raise HeadsError(f"{folder}: {CONFIG_FILE} of streams needs their sizes under streaming, and rank")
+    return StreamingHeads(config.hidden_size, config.num_heads, config.streaming, config.rank)
 
 
 def read_draft_vocab(folder: Path, config: HeadsConfig) -> torch.Tensor | None:

@@ -53,6 +53,17 @@ _SCHEMA: dict[str, Any] = {
                 "eps": {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
             },
         },
+        "streaming": {
+            "type": "object",
+            "required": ["layers", "intermediate", "heads", "kv_heads", "head_dim"],
+            "properties": {
+                "layers": _FEW,
+                "intermediate": _COUNT,
+                "heads": _COUNT,
+                "kv_heads": _COUNT,
+                "head_dim": {**_COUNT, "multipleOf": 2},
+            },
+        },
         "draft_vocab": {"type": ["string", "null"], "pattern": "^[^/\\\\]+$"},
         "base_model": {
             "type": "object",
@@ -128,11 +139,24 @@ class MtpSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamSizes:
+    """Of streams. layers: how many of the base model's uppermost layers they run through; the rest are those layers'
+    own sizes."""
+
+    layers: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class HeadsConfig:
     """``config.json`` of a folder of heads. Head k (from 1) at position t predicts token t + 1 + k; an MTP module's
-    depths count as heads.
+    depths and streams count as heads.
 
-    mtp: of MTP modules alone. rank: of Markov heads alone. num_layers: of Medusa and Markov heads; without meaning for
+    mtp: of MTP modules alone. rank: of Markov heads' bias, or of what streams change weights by. streaming: of streams
+    alone. num_layers: of Medusa and Markov heads; without meaning for
     an MTP module, which has one block.
 
     baseline: acceptance length by domain, as measured after training. self_test: prompts (token ids) on which a server
@@ -157,12 +181,13 @@ class HeadsConfig:
     mtp: MtpSizes | None = None
     rank: int | None = None
     eagle: EagleConfig | None = None
+    streaming: StreamSizes | None = None
     format: Format = FORMAT
 
     def to_json(self) -> str:
         fields = asdict(self)
         base = {**fields.pop("base_model"), "hidden": HIDDEN}
-        for name in ("calibration", "mtp", "rank", "eagle"):
+        for name in ("calibration", "mtp", "rank", "eagle", "streaming"):
             if fields[name] is None:
                 del fields[name]
         return json.dumps({**fields, "base_model": base}, indent=1, sort_keys=True) + "\n"
@@ -235,6 +260,7 @@ class HeadsConfig:
             num_layers=raw.get("num_layers", 1),
             mtp=MtpSizes(**{name: raw["mtp"][name] for name in MtpSizes.__slots__}) if "mtp" in raw else None,
             rank=raw.get("rank"),
+            streaming=_sizes(raw["streaming"]) if "streaming" in raw else None,
             draft_vocab=raw["draft_vocab"],
             trained=raw.get("trained", {}),
             baseline=raw.get("baseline", {}),
@@ -258,6 +284,10 @@ def _is_whole(raw: Mapping[str, Any], num_heads: int) -> bool:
 
 def _no_number(name: str) -> NoReturn:
     raise ValueError(f"{name} is no number")
+
+
+def _sizes(raw: Mapping[str, Any]) -> StreamSizes:
+    return StreamSizes(**{name: raw[name] for name in StreamSizes.__slots__})
 
 
 def _calibration(raw: Mapping[str, Any]) -> Calibration:

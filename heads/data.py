@@ -58,15 +58,33 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
+class TopLayers:
+    """What the model's uppermost layers knew of an answer's text, for streams.
+
+    keys, values: [entries, layers, kv_heads, head_dim], else as in ``Context``. states: [len(tokens), hidden], what the
+    lowest of these layers read at the rows that chose the answer's tokens.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    states: torch.Tensor
+
+    def to(self, device: torch.device) -> TopLayers:
+        return TopLayers(*(getattr(self, name).to(device) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """tokens: what the model wrote. states: [len(tokens), hidden], ``states[i]`` chose ``tokens[i]``. context: where
-    the heads to be trained attend to one. was_cut: a loop that it ended in is left out."""
+    the heads to be trained attend to one. was_cut: a loop that it ended in is left out.
+    read_top: reads from disk what streams are trained on."""
 
     ask: Ask
     tokens: tuple[int, ...]
     states: torch.Tensor
     context: Context | None = None
     was_cut: bool = False
+    read_top: Callable[[], TopLayers] | None = None
 
     @property
     def is_held_out(self) -> bool:
@@ -106,7 +124,7 @@ class AnswerStore:
 
     def count_tokens(self, index: int) -> int:
         """Answer tokens in a shard, without reading them. Raises HeadsError for a damaged one."""
-        with _opened(self._shard(index)) as shard:
+        with opened(self._shard(index)) as shard:
             return int(shard.get_slice("tokens").get_shape()[0])
 
     def write(self, index: int, answers: Sequence[Answer]) -> None:
@@ -128,7 +146,7 @@ class AnswerStore:
 
     def read(self, index: int) -> list[Answer]:
         """Raises HeadsError for a damaged shard."""
-        with _opened(self._shard(index)) as shard:
+        with opened(self._shard(index)) as shard:
             data = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - not a dict
         tokens = data["tokens"].split(data["lengths"].tolist())
         states = data["states"].split(data["lengths"].tolist())
@@ -157,7 +175,7 @@ class AnswerStore:
     def read_with_contexts(self, index: int) -> list[Answer]:
         """Raises HeadsError for damaged files."""
         answers = self.read(index)
-        with _opened(self._contexts(index)) as file:
+        with opened(self._contexts(index)) as file:
             data = {name: file.get_tensor(name) for name in ("keys", "values", "prompt_states")}
         prompts = [len(answer.ask.prompt) for answer in answers]
         entries = [prompt + len(answer.tokens) - 1 for prompt, answer in zip(prompts, answers, strict=True)]
@@ -187,7 +205,8 @@ class AnswerStore:
 
 
 @contextmanager
-def _opened(shard: Path) -> Iterator[Any]:
+def opened(shard: Path) -> Iterator[Any]:
+    """A file of tensors. Raises HeadsError for a damaged one."""
     try:
         with safe_open(shard, framework="pt") as opened:
             yield opened

@@ -56,7 +56,10 @@ class DraftLmHead(nn.Module):
         return len(self.token_ids) < self.vocab_size
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.linear(states)
+        return self.finish(self.linear(states))
+
+    def finish(self, logits: torch.Tensor) -> torch.Tensor:
+        """What comes after the product."""
         if self.scale != 1.0:
             logits = logits * self.scale
         if self.softcap is not None:

@@ -27,9 +27,10 @@ class AnswerSettings:
 class TrainSettings:
     """One training run.
 
-    num_heads: Medusa or Markov heads, or how deep an MTP module drafts; unroll: of those depths, the first ones
-    trained, from which the deeper follow. num_layers: residual blocks of a Medusa or Markov head. rank: of Markov
-    heads' bias. kv: whose keys and values an MTP module reads.
+    num_heads: Medusa or Markov heads or streams, or how deep an MTP module drafts; unroll: of those depths, the first
+    ones trained, from which the deeper follow. num_layers: residual blocks of a Medusa or Markov head. rank: of Markov
+    heads' bias, or of what streams change weights by. stream_layers: how many of the model's uppermost layers streams
+    run through. kv: whose keys and values an MTP module reads.
     draft_vocab: tokens the heads may draft, 0 for the whole vocabulary. batch_tokens: positions of one step at least
     (answers are kept whole).
     depth_decay: head k's loss weighs depth_decay ** (k - 1). warmup: share of the steps before the learning rate, which
@@ -39,6 +40,7 @@ class TrainSettings:
     num_heads: int = 4
     num_layers: int = 2
     rank: int = 64
+    stream_layers: int = 4
     unroll: int = 3
     kv: KvSource = "base"
     draft_vocab: int = 8192

@@ -19,7 +19,7 @@ from server.config_errors import ConfigError, explain, suggestion
 _MODEL = ModelConfig()
 _ENGINE = EngineConfig()
 _SPECULATION = SpeculationConfig()
-_AVAILABLE_DRAFTERS = ("suffix", "medusa", "markov", "mtp", "eagle")
+_AVAILABLE_DRAFTERS = ("suffix", "medusa", "markov", "mtp", "streaming", "eagle")
 Settings = TypeVar("Settings", bound=BaseModel)
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from compiled_models import BLOCK, POSITIONS, library, random_model
 from tiny_engine import EOS, Answer, HostileDrafter, OracleDrafter, Sizes, collect, run
-from tiny_heads import markov_drafter, mtp_drafter, own_kv_drafter
+from tiny_heads import markov_drafter, mtp_drafter, own_kv_drafter, streaming_drafter
 from torch import nn
 
 from engine.assembly import assemble
@@ -30,7 +30,7 @@ from engine.spec_decode.suffix import SuffixDrafter
 from heads.lm_head import DraftLmHead
 from heads.medusa import MedusaHeads
 
-DRAFTERS = ("suffix", "hostile", "medusa", "markov", "mtp", "mtp_own", "all")
+DRAFTERS = ("suffix", "hostile", "medusa", "markov", "mtp", "mtp_own", "streaming", "all")
 
 
 @contextlib.contextmanager
@@ -117,6 +117,7 @@ def drafters(kind: str, family: str, truth: dict[str, Answer], seed: int) -> lis
         "markov": [markov_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "mtp": [mtp_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "mtp_own": [own_kv_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
+        "streaming": [streaming_drafter(random_model(family), coupling=seed % 2 == 0, draft_vocab=60)],
         "oracle": [oracle],
         "all": [
             SuffixDrafter(),
@@ -125,6 +126,7 @@ def drafters(kind: str, family: str, truth: dict[str, Answer], seed: int) -> lis
             medusa(family),
             markov_drafter(random_model(family), draft_vocab=60),
             mtp_drafter(random_model(family), draft_vocab=60),
+            streaming_drafter(random_model(family), draft_vocab=60),
         ],
     }[kind]
 

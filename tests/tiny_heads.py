@@ -12,16 +12,19 @@ from transformers import PreTrainedModel
 
 from engine.loading.heads import output_head
 from engine.loading.mtp import attach_base, new_mtp
+from engine.loading.streaming import new_streams
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
+from engine.spec_decode.streaming import StreamingDrafter
 from heads.lm_head import DraftLmHead
 from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
 from heads.recursive import Attend
 from heads.settings import KvSource, TrainSettings
+from heads.streaming import StreamingHeads
 
 
 @functools.cache
@@ -133,3 +136,23 @@ class FusedModule(nn.Module):
     def logits(self, lm_head: DraftLmHead, outputs: torch.Tensor, depth: int) -> torch.Tensor:
         logits: torch.Tensor = lm_head(outputs) / depth
         return logits
+
+
+def random_streams(model: PreTrainedModel, streams: int = 3, layers: int = 1, seed: int = 3) -> StreamingHeads:
+    """Whose every weight matters: what changes the layers' weights is about as large as they are."""
+    heads = new_streams(model, TrainSettings(num_heads=streams, stream_layers=layers, rank=4, seed=seed))
+    torch.manual_seed(seed)
+    torch.nn.init.normal_(heads.embeddings, std=0.5)
+    for layer in heads.stream_layers:
+        for linear in layer.adapted.values():
+            torch.nn.init.normal_(linear.b.weight, std=0.5 * linear.weight.std().item())
+    return heads.eval().requires_grad_(False)
+
+
+def streaming_drafter(
+    model: PreTrainedModel, *, coupling: bool = True, draft_vocab: int | None = None
+) -> StreamingDrafter:
+    """draft_vocab: as ``medusa_drafter`` takes it."""
+    token_ids = None if draft_vocab is None else torch.arange(1, draft_vocab, 2)
+    lm_head = DraftLmHead(output_head(model), token_ids)
+    return StreamingDrafter(random_streams(model), lm_head, coupling=coupling, eos_token_ids=(EOS,))

@@ -31,19 +31,27 @@ Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class DraftLayer:
-    """What the block reads: the base model's weights (embedding, rotation and sizes are shared) and a layer's KV, by
-    address. first_tile: of those behind the pool. owner: keeps the memory alive. first: entries before it do not
+class BaseLayers:
+    """What is read of the base model: its weights (embedding, rotation and sizes are shared) and the KV of each layer,
+    by address. first_tile: of those behind the pool. owner: keeps the memory alive. first: entries before it do not
     exist."""
 
     weights: PackedWeights
-    keys: int
-    values: int
+    keys: Sequence[int]
+    values: Sequence[int]
     num_tiles: int
     first_tile: int
     block_size: int
     owner: Any = field(repr=False)
     first: int = 0
+
+    def tiles_of(self, index: int, request: Committed) -> Ints:
+        """Of a request's text, then those of what the pass stores for it. index: of the request in the pass."""
+        within = np.arange(self.block_size // TILE, dtype=np.int32)
+        blocks = np.array(request.block_ids, dtype=np.int32)
+        text = (blocks[:, None] * len(within) + within).ravel()[: -(-request.length // TILE)]
+        first = self.first_tile + index * PASS_TILES
+        return np.concatenate([text, np.arange(first, first + PASS_TILES, dtype=np.int32)])
 
 
 class CompiledDraftBlock:
@@ -52,7 +60,7 @@ class CompiledDraftBlock:
     def __init__(
         self,
         library: Library,
-        base: DraftLayer,
+        base: BaseLayers,
         module: MtpModule,
         lm_head: DraftLmHead,
         *,
@@ -69,8 +77,8 @@ class CompiledDraftBlock:
             down=packer.pack(module.down_proj),
             input_norm=packer.keep(module.input_norm.weight),
             post_norm=packer.keep(module.post_norm.weight),
-            keys=base.keys,
-            values=base.values,  # whole, whatever window the model itself keeps to: training read them so
+            keys=base.keys[-1],
+            values=base.values[-1],  # whole, whatever window the model itself keeps to: training read them so
             first=base.first,
         )
         self.vocab = len(lm_head.token_ids)
@@ -97,7 +105,7 @@ class CompiledDraftBlock:
             embedding_norm=packer.keep(module.embedding_norm.weight),
             hidden_norm=packer.keep(module.hidden_norm.weight),
         )
-        self._scale, self._softcap = lm_head.scale, lm_head.softcap
+        self.lm_head = lm_head
         try:
             self.engine = library.create(self._model, threads)
         except MemoryError as error:
@@ -107,12 +115,6 @@ class CompiledDraftBlock:
     def begin(self, requests: Sequence[Committed]) -> _Pass:
         return _Pass(self, requests)
 
-    def finished(self, logits: torch.Tensor) -> torch.Tensor:
-        """What comes after the product with lm_head."""
-        if self._scale != 1.0:
-            logits *= self._scale
-        return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
-
 
 class CompiledOwnKvBlock(CompiledDraftBlock):
     """``OwnKvBlock`` of an MTP module over a layer that begins at position 1."""
@@ -120,7 +122,7 @@ class CompiledOwnKvBlock(CompiledDraftBlock):
     def __init__(
         self,
         library: Library,
-        layer: DraftLayer,
+        layer: BaseLayers,
         module: MtpModule,
         lm_head: DraftLmHead,
         *,
@@ -164,18 +166,9 @@ class _Pass:
         self._block = block
         self._lengths = [request.length for request in requests]
         self._counts = [0] * len(requests)
-        self._tiles = [self._tiles_of(index, request) for index, request in enumerate(requests)]
+        self._tiles = [block.base.tiles_of(index, request) for index, request in enumerate(requests)]
         # Number of a request's first entry behind its text, a tile of its own.
         self._behind = [(len(tiles) - PASS_TILES) * TILE for tiles in self._tiles]
-
-    def _tiles_of(self, index: int, request: Committed) -> Ints:
-        """Of the text, then those for this pass."""
-        base = self._block.base
-        within = np.arange(base.block_size // TILE, dtype=np.int32)
-        blocks = np.array(request.block_ids, dtype=np.int32)
-        text = (blocks[:, None] * len(within) + within).ravel()[: -(-request.length // TILE)]
-        first = base.first_tile + index * PASS_TILES
-        return np.concatenate([text, np.arange(first, first + PASS_TILES, dtype=np.int32)])
 
     @torch.inference_mode()
     def run(self, rows: DepthRows) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +207,7 @@ class _Pass:
                 previous=previous.data_ptr(),
             ),
         )
-        return final, block.finished(logits)
+        return final, block.lm_head.finish(logits)
 
     def _segments(self, owners: Sequence[int]) -> tuple[Any, int]:
         """One a request that has rows."""

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import Batch, RowSpan
-from engine.compiled.draft_block import PASS_TILES, CompiledDraftBlock, CompiledOwnKvBlock, DraftLayer
+from engine.compiled.draft_block import PASS_TILES, BaseLayers, CompiledDraftBlock, CompiledOwnKvBlock
 from engine.compiled.library import TILE, Layer, Library, Model, Segment, Step
+from engine.compiled.streams import CompiledStreamPass
 from engine.compiled.weights import PackedWeights
 from engine.errors import ModelLoadError
 from engine.model_runner import ForwardResult
@@ -24,6 +25,7 @@ from engine.spec_decode.tree import ROOT
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 from heads.recursive import OwnKvModule
+from heads.streaming import StreamingHeads
 
 Ints = npt.NDArray[np.int32]
 
@@ -177,12 +179,7 @@ class CompiledRunner:
     def make_block(self, module: MtpModule, lm_head: DraftLmHead) -> CompiledDraftBlock:
         """A draft block over the last layer's cache. Raises ModelLoadError."""
         return CompiledDraftBlock(
-            self._library,
-            self._layer(self._kv),
-            module,
-            lm_head,
-            is_int8=bool(self._weights.lm_head.is_int8),
-            threads=self._threads,
+            self._library, self._layers(self._kv), module, lm_head, is_int8=self._is_int8, threads=self._threads
         )
 
     def make_own_block(self, module: OwnKvModule, lm_head: DraftLmHead, compute: HeadCompute) -> OwnKvBlock:
@@ -191,22 +188,26 @@ class CompiledRunner:
         if not isinstance(module, MtpModule):
             pool = PoolShape(num_slots, self._block_size, torch.float32, torch.device("cpu"))
             return TorchOwnKvBlock(module, lm_head, pool, compute)
-        cache = CompiledKV(1, module.kv_heads, module.key_dim, num_slots + self._pass_tiles * TILE)
-        return CompiledOwnKvBlock(
-            self._library,
-            self._layer(cache, first=1),
-            module,
-            lm_head,
-            is_int8=bool(self._weights.lm_head.is_int8),
-            threads=self._threads,
+        layers = self._layers(
+            CompiledKV(1, module.kv_heads, module.key_dim, num_slots + self._pass_tiles * TILE), first=1
+        )
+        return CompiledOwnKvBlock(self._library, layers, module, lm_head, is_int8=self._is_int8, threads=self._threads)
+
+    def make_streams(self, heads: StreamingHeads, lm_head: DraftLmHead) -> CompiledStreamPass:
+        """Streams over the uppermost layers' caches. Raises ModelLoadError."""
+        return CompiledStreamPass(
+            self._library, self._layers(self._kv), heads, lm_head, is_int8=self._is_int8, threads=self._threads
         )
 
-    def _layer(self, cache: CompiledKV, first: int = 0) -> DraftLayer:
-        """The last layer of ``cache``."""
-        return DraftLayer(
+    @property
+    def _is_int8(self) -> bool:
+        return bool(self._weights.lm_head.is_int8)
+
+    def _layers(self, cache: CompiledKV, first: int = 0) -> BaseLayers:
+        return BaseLayers(
             weights=self._weights,
-            keys=cache.keys[-1].ctypes.data,
-            values=cache.values[-1].ctypes.data,
+            keys=[layer.ctypes.data for layer in cache.keys],
+            values=[layer.ctypes.data for layer in cache.values],
             num_tiles=cache.num_tiles,
             first_tile=self._pool_tiles,
             block_size=self._block_size,

@@ -21,7 +21,7 @@ from engine.compiled.library import TILE, Layer, Library, Matrix
 
 _ROTATION = 64
 # Exactly these classes: one that inherits from them may compute something else.
-_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+LLAMA_FAMILY = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _PAGES = 2 << 20  # of an arena, so that the kernel can use large ones
 
 
@@ -62,7 +62,7 @@ class PackedWeights:
 def why_unsupported(model: PreTrainedModel, block_size: int) -> str | None:
     """Why ``model`` cannot be computed by the compiled step; None if it can."""
     name, config = type(model).__name__, model.config
-    if name not in _ARCHITECTURES:
+    if name not in LLAMA_FAMILY:
         return f"it is not made for {name}"
     if model.dtype != torch.float32 or model.device.type != "cpu":
         return f"it computes float32 models on the CPU, not {str(model.dtype).removeprefix('torch.')} on {model.device}"

@@ -52,7 +52,9 @@ def embedding_for(model: PreTrainedModel, own: torch.Tensor | None) -> nn.Module
     if own is None:
         shared: nn.Module = model.get_input_embeddings()
         return shared
-    return nn.Embedding(*own.shape, _weight=own.to(model.device, draft_dtype(model)), _freeze=True)
+    kept = own.to(model.device, draft_dtype(model))
+    embedding: nn.Module = nn.Embedding.from_pretrained(kept)  # type: ignore[no-untyped-call]
+    return embedding
 
 
 @dataclass(frozen=True, slots=True)

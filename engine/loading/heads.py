@@ -16,6 +16,7 @@ from engine.errors import ModelLoadError
 from engine.loading.checkpoint_mtp import read_checkpoint_mtp
 from engine.loading.eagle import read_eagle
 from engine.loading.model import LoadedModel
+from engine.loading.streaming import require_layers
 from heads.checkpoint import PRETRAINED, LoadedHeads, load_heads
 from heads.config import CHECKPOINT_MTP, CONFIG_FILE, FORMAT, PUBLIC_EAGLE, HeadsConfig
 from heads.errors import HeadsError
@@ -94,6 +95,8 @@ def require_fitting(heads: LoadedHeads, loaded: LoadedModel) -> None:
         )
     if config.mtp is not None:
         _require_block(config, loaded)
+    if config.streaming is not None:
+        require_layers(config.streaming, loaded.model)
     if config.format == CHECKPOINT_MTP:
         return
     if config.format != FORMAT:

@@ -69,7 +69,7 @@ def rotation(model: PreTrainedModel, head_dim: int) -> Rotation:
     config: Any = model.config.get_text_config()
     rotary = getattr(any_model.get_decoder(), "rotary_emb", None)
     if rotary is None:
-        raise ModelLoadError(f"{type(model).__name__} has no rotary embedding that an MTP module could share")
+        raise ModelLoadError(f"{type(model).__name__} has no rotary embedding that draft heads could share")
     positions = min(getattr(config, "max_position_embeddings", None) or _LONGEST_TABLE, _LONGEST_TABLE)
     ids = torch.arange(positions + 1, device=next(model.parameters()).device)[None]
     types = getattr(config, "layer_types", None)
@@ -77,5 +77,5 @@ def rotation(model: PreTrainedModel, head_dim: int) -> Rotation:
     by_type = isinstance(getattr(rotary, "rope_type", None), dict)  # one table a kind of layer (Gemma 3)
     cosine, sine = rotary(like, ids, types[-1]) if by_type and types else rotary(like, ids)
     if cosine.shape[-1] != head_dim:
-        raise ModelLoadError(f"{type(model).__name__} rotates only a part of each head; MTP modules cannot share that")
+        raise ModelLoadError(f"{type(model).__name__} rotates only a part of each head; draft heads cannot share that")
     return Rotation(cosine[0, :, : head_dim // 2].float(), sine[0, :, : head_dim // 2].float())

@@ -60,6 +60,12 @@ class DraftBlock(Protocol):
         ...
 
 
+def slots_of(request: Committed, block_size: int) -> torch.Tensor:
+    """[length], on the CPU: where the entries of its text lie in the cache."""
+    entries = torch.arange(request.length)
+    return torch.tensor(request.block_ids)[entries // block_size] * block_size + entries % block_size
+
+
 class TorchDraftBlock:
     """The module's own forward over torch's KV cache."""
 
@@ -74,9 +80,7 @@ class TorchDraftBlock:
 
     def _gathered(self, request: Committed) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self._cache.keys[-1], self._cache.values[-1]
-        entries = torch.arange(request.length)
-        slots = torch.tensor(request.block_ids)[entries // self._block_size] * self._block_size
-        slots = (slots + entries % self._block_size).to(keys.device)
+        slots = slots_of(request, self._block_size).to(keys.device)
         return keys[:, slots].transpose(0, 1).float(), values[:, slots].transpose(0, 1).float()
 
 

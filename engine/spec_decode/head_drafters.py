@@ -7,6 +7,7 @@ from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
+from engine.spec_decode.streaming import StreamingDrafter
 from heads.checkpoint import Heads
 from heads.config import Calibration
 from heads.eagle import METHOD as EAGLE
@@ -15,8 +16,11 @@ from heads.markov import MarkovHeads
 from heads.medusa import MedusaHeads
 from heads.mtp import MtpModule
 from heads.recursive import OwnKvModule
+from heads.streaming import StreamingHeads
 
-HEAD_METHODS = (MedusaDrafter.method, MarkovDrafter.method, MtpDrafter.method, EAGLE)
+HEAD_METHODS = (MedusaDrafter.method, MarkovDrafter.method, MtpDrafter.method, StreamingDrafter.method, EAGLE)
+# Those that store entries of their own beside the KV of requests.
+KV_METHODS = (MtpDrafter.method, StreamingDrafter.method)
 
 
 def head_drafter(
@@ -34,6 +38,8 @@ def head_drafter(
         return MarkovDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
     if isinstance(heads, MedusaHeads):
         return MedusaDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+    if isinstance(heads, StreamingHeads):
+        return StreamingDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
     return OwnKvDrafter(
         heads, lm_head, method=heads.method, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids
     )

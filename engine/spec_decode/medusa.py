@@ -1,66 +1,27 @@
-"""The ``medusa`` drafter: heads on the accepted node's state draft a best-first tree over calibrated probabilities.
-
-``heads`` holds the model and its training.
-"""
+"""The ``medusa`` drafter: heads on the accepted node's state (``heads.medusa``)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 
-from engine.spec_decode.acceptance import AcceptanceTable
-from engine.spec_decode.candidates import Candidates, HeadCompute
-from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
-from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRanking, Offer, RankedRow, offer_of
-from engine.spec_decode.tree import ROOT, DraftTree
-from heads.best_first import best_tree
-from heads.config import Calibration
-from heads.lm_head import DraftLmHead
+from engine.spec_decode.candidates import HeadCompute
+from engine.spec_decode.drafter import DraftContext
+from engine.spec_decode.independent_drafter import IndependentDrafter
 from heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
 
 
-@dataclass(slots=True)
-class _RequestState:
-    """tables: acceptance by depth. offers: the candidates of each depth. asked: per depth the confidence of each
-    candidate that was proposed."""
-
-    tables: list[AcceptanceTable]
-    offers: list[Offer] = field(default_factory=list)
-    asked: list[dict[int, float]] = field(default_factory=list)
-
-
-class MedusaDrafter:
-    """See the module's docstring. ``method`` is "medusa"."""
+class MedusaDrafter(IndependentDrafter[MedusaHeads]):
+    """See the module's docstring."""
 
     method = MedusaHeads.method
-    needs_hidden = True
-    hidden_layers: tuple[int, ...] = ()
-    max_extra_rows = 0
 
-    def __init__(
-        self,
-        heads: MedusaHeads,
-        lm_head: DraftLmHead,
-        *,
-        calibration: Calibration | None = None,
-        coupling: bool = True,
-        eos_token_ids: tuple[int, ...] = (),
-    ) -> None:
-        self._heads = heads
-        self._lm_head = lm_head
-        self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)
-        self._calibrations = Calibrations(heads.num_heads, calibration)
-        self._requests: dict[str, _RequestState] = {}
-
-    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
-        """Packs the heads: afterwards they cannot be trained or saved any more."""
-        self._ranking.compute = compute
+    def _pack(self, compute: HeadCompute, runner: ModelRunner) -> None:
         self._heads.cut(self._lm_head.token_ids)
         compute.pack(self._heads)
         if self._heads.lm_heads is None:
@@ -68,85 +29,6 @@ class MedusaDrafter:
         else:
             self._lm_head.to("meta")  # heads with matrices of their own never read it
 
-    def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
-        ready = [context for context in contexts if context.accepted is not None and context.max_nodes > 0]
-        candidates = iter(self._candidates(ready)) if ready else iter(())
-        return [
-            self._grow(context, next(candidates))
-            if context.accepted is not None and context.max_nodes > 0
-            else DraftTree()
-            for context in contexts
-        ]
-
-    @torch.inference_mode()
-    def _candidates(self, contexts: Sequence[DraftContext]) -> list[list[Candidates]]:
-        """Of each context and depth, from one pass of the heads for all of them."""
+    def _logits(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
         states = torch.stack([context.accepted.final for context in contexts if context.accepted is not None])
-        logits = self._heads.all_logits(self._lm_head, states.float()).transpose(0, 1).float().cpu().contiguous()
-        # The tokens between the root and a deeper candidate are not known to the heads, so the path is left out.
-        rows = [
-            RankedRow(context, depth, context.max_nodes if depth <= context.max_depth else 0)
-            for context in contexts
-            for depth in range(1, logits.shape[1] + 1)
-        ]
-        found = self._ranking.candidates(logits.flatten(0, 1), rows)
-        depths = logits.shape[1]
-        return [found[at : at + depths] for at in range(0, len(found), depths)]
-
-    def _grow(self, context: DraftContext, candidates: Sequence[Candidates]) -> DraftTree:
-        state = self._state(context)
-        depths = min(len(candidates), context.max_depth)
-        state.offers = [offer_of(found, table) for found, table in zip(candidates[:depths], state.tables, strict=False)]
-        tree = DraftTree()
-        state.asked = [{} for _ in range(depths)]
-        least = max(MIN_SURVIVAL, context.least)
-        for node in best_tree([offer.rates for offer in state.offers], context.max_nodes, least):
-            # Nodes are added in the order of the list, so indices agree.
-            self._add(tree, state, node.parent, node.rank, node.probability)
-        return tree
-
-    def _add(self, tree: DraftTree, state: _RequestState, parent: int, rank: int, survival: float) -> None:
-        depth = 1 if parent == ROOT else tree.depths[parent] + 1
-        offer = state.offers[depth - 1]
-        token = offer.tokens[rank]
-        tree.add(token, parent, survival, self.method)
-        state.asked[depth - 1][token] = offer.confidences[rank]
-
-    def extend(self, context: DraftContext, tree: DraftTree) -> None:
-        """The same candidates below the others' nodes: a head looks at the state alone, not at the tokens between."""
-        state = self._requests.get(context.request_id)
-        if state is None or not state.offers:
-            return
-        least = tree.cutoff(context.max_nodes, max(MIN_SURVIVAL, context.least))
-        node = 0
-        while node < len(tree):  # the nodes added here get children too
-            depth = tree.depths[node]
-            for rank, rate in enumerate(state.offers[depth].rates if depth < len(state.offers) else ()):
-                survival = tree.survival[node] * rate
-                if survival <= least:
-                    break
-                self._add(tree, state, node, rank, survival)
-            node += 1
-
-    def _state(self, context: DraftContext) -> _RequestState:
-        state = self._requests.get(context.request_id)
-        if state is None:
-            state = _RequestState(self._calibrations.of_request(context.sampling))
-            self._requests[context.request_id] = state
-        return state
-
-    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
-        return None
-
-    def observe(self, feedback: DraftFeedback) -> None:
-        """Counts the candidates of each depth that was reached: those are the depths whose parents were right."""
-        state = self._requests.get(feedback.request_id)
-        if state is None:
-            return
-        for table, asked, token in zip(state.tables, state.asked, feedback.emitted, strict=False):
-            for candidate, confidence in asked.items():
-                table.record(confidence, candidate == token)
-        state.asked = []
-
-    def release(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
+        return self._heads.all_logits(self._lm_head, states.float())

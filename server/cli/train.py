@@ -41,7 +41,8 @@ def train(
         typer.Argument(help=f"A folder, a GGUF file, a hub id or package:NAME.  \\[default: {DEFAULT_MODEL}]"),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Kind of heads: medusa, markov or mtp.  \\[default: that of --from, or medusa]")
+        str | None,
+        typer.Option(help="Kind of heads: medusa, markov, mtp or streaming.  \\[default: that of --from, or medusa]"),
     ] = None,
     start_from: Annotated[
         str | None, typer.Option("--from", help="Heads to train further instead of new ones.", metavar="DIR")

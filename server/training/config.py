@@ -51,6 +51,7 @@ class TrainingSection(Section):
     num_heads: Annotated[int, Field(ge=1, le=16)] = _TRAINING.num_heads
     num_layers: Annotated[int, Field(ge=1, le=8)] = _TRAINING.num_layers
     rank: Annotated[int, Field(ge=1, le=4096)] = _TRAINING.rank
+    stream_layers: Annotated[int, Field(ge=1, le=64)] = _TRAINING.stream_layers
     unroll: Annotated[int, Field(ge=1, le=16)] = _TRAINING.unroll
     kv: Literal["base", "own"] = _TRAINING.kv
     draft_vocab: Annotated[int, Field(ge=0)] = _TRAINING.draft_vocab
@@ -79,7 +80,7 @@ class TrainConfig(Section):
     """Everything a training run is told. start_from: a folder of heads to train further. method: null is theirs, or
     medusa."""
 
-    method: Literal["medusa", "markov", "mtp"] | None = None
+    method: Literal["medusa", "markov", "mtp", "streaming"] | None = None
     start_from: str | None = None
     model: ModelSection = ModelSection()
     engine: MachineSection = MachineSection()

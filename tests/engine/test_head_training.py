@@ -29,11 +29,29 @@ from engine.loading import load_model
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.train_job import WORK, Material, TrainReport
 from heads.checkpoint import WEIGHTS_FILE, load_heads
+from heads.config import StreamSizes
 from heads.data import Answer, AnswerStore, Ask, held_out
 from heads.lm_head import DraftLmHead, OutputHead
 from heads.markov import MarkovHeads
 from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 from heads.train import CHECKPOINT_FILE
+
+
+class Killed(Exception):
+    pass
+
+
+class Killing(Watched):
+    """Ends the run at one step of a stage."""
+
+    def __init__(self, stage: str, step: int) -> None:
+        super().__init__()
+        self._at = (stage, step)
+
+    def advance(self, stage: str, done: int, total: int, note: str) -> None:
+        if (stage, done) == self._at:
+            raise Killed
 
 
 @pytest.fixture(scope="module")
@@ -327,6 +345,45 @@ def test_a_module_with_a_kv_of_its_own_is_trained_served_and_trained_further(mod
     start = before.heads.state_dict()
     assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
     assert yaml.safe_load((tmp_path / "second" / "run.yaml").read_text())["training"]["kv"] == "own"
+
+
+def test_streams_are_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:
+    """Going on after a kill between the stages and in the middle of training; further with their own sizes."""
+    watched = Watched()
+    first = changed(
+        dataclasses.replace(job(model, tmp_path / "first"), method="streaming"), stream_layers=1, rank=4, num_heads=3
+    )
+    report = train_heads(first, watched)
+    before = load_heads(tmp_path / "first")
+    assert isinstance(before.heads, StreamingHeads)
+    assert (before.config.method, before.config.num_heads, before.config.rank) == ("streaming", 3, 4)
+    assert before.config.streaming == StreamSizes(1, 48, 4, 2, 8)
+    assert bool(before.heads.layers[0].q_proj.b.weight.any()), "what changes the weights was trained"
+    assert len(report.accuracy) == 3
+    assert report.acceptance_length >= 1.0
+    assert watched.stages["contexts"][-1] == (4, 4)
+    work = tmp_path / "first" / WORK
+    shutil.copytree(work / "answers", tmp_path / "killed" / WORK / "answers")
+    (tmp_path / "killed" / WORK / "answers" / "top1-00001.safetensors").unlink()
+    with pytest.raises(Killed):
+        train_heads(dataclasses.replace(first, folder=tmp_path / "killed"), Killing("training", 14))
+    train_heads(dataclasses.replace(first, folder=tmp_path / "killed"), Watched())
+    again = load_heads(tmp_path / "killed").heads.state_dict()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in before.heads.state_dict().items())
+    drafters = make_drafters(
+        SpeculationConfig(heads=str(tmp_path / "first")),
+        load_model(ModelConfig(str(model)), torch.device("cpu"), torch.float32, lambda _: None),
+    )
+    assert drafters.methods == ("suffix", "streaming")
+    further = dataclasses.replace(job(model, tmp_path / "second"), start_from=tmp_path / "first")
+    train_heads(changed(further, learning_rate=1e-9, rank=8, stream_layers=3), Watched())
+    after = load_heads(tmp_path / "second")
+    assert (after.config.rank, after.config.streaming) == (4, before.config.streaming)
+    start = before.heads.state_dict()
+    assert all(torch.allclose(tensor, start[name], atol=1e-3) for name, tensor in after.heads.state_dict().items())
+    too_many = changed(dataclasses.replace(job(model, tmp_path / "third"), method="streaming"), stream_layers=2)
+    with pytest.raises(ModelLoadError, match="streams through 2 layers need a model of more"):
+        train_heads(too_many, Watched())
 
 
 def test_markov_heads_are_trained_served_and_trained_further(model: Path, tmp_path: Path) -> None:

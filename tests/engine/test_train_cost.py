@@ -145,11 +145,11 @@ def test_contexts_are_timed_after_one_to_warm_up() -> None:
     clock = Clock()
     empty = Context(*(torch.empty(0) for _ in range(4)))
 
-    def reader(answer: Answer) -> Context:
+    def add_context(answer: Answer) -> Answer:
         clock.now += 2.0
-        return empty
+        return dataclasses.replace(answer, context=empty)
 
     answers = made_up_answers(ASKS, (16, 8, 50), 32)
-    read, rate = with_contexts(answers, reader, clock)  # type: ignore[arg-type]
+    read, rate = with_contexts(answers, add_context, clock)
     assert [answer.context for answer in read] == [empty, empty]
     assert rate == pytest.approx((3 + 16 + 2 + 16) / 4.0)

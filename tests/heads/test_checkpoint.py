@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from heads.checkpoint import PRETRAINED, RUN_FILE, WEIGHTS_FILE, load_heads, save_heads
-from heads.config import BaseModel, Calibration, HeadsConfig
+from heads.config import BaseModel, Calibration, HeadsConfig, StreamSizes
 from heads.errors import HeadsError
 from heads.markov import MarkovHeads, MarkovSizes
 from heads.medusa import MedusaHeads
+from heads.streaming import StreamingHeads
 
 CONFIG = HeadsConfig(
     method="medusa",
@@ -31,6 +32,7 @@ CONFIG = HeadsConfig(
     calibration=Calibration((0.5, 1.0), ((0.1, 0.9), (0.1, 0.8))),
     self_test=((1, 2), (3,)),
 )
+STREAMS = StreamSizes(layers=2, intermediate=12, heads=4, kv_heads=2, head_dim=6)
 
 
 @pytest.fixture
@@ -84,6 +86,26 @@ def test_markov_heads_are_loaded_as_they_were_saved(tmp_path: Path, is_reduced: 
         load_heads(tmp_path)
 
 
+def test_streams_are_loaded_as_they_were_saved(tmp_path: Path) -> None:
+    """Without the weights of the base model, which they are given again."""
+    config = dataclasses.replace(CONFIG, method="streaming", rank=4, streaming=STREAMS)
+    heads = StreamingHeads(8, 2, STREAMS, 4)
+    for layer in heads.stream_layers:
+        for linear in layer.adapted.values():
+            linear.attach(torch.randn(linear.b.out_features, linear.a.in_features), None)
+    save_heads(tmp_path, heads, config, torch.tensor([1, 4, 19]), "")
+    loaded = load_heads(tmp_path)
+    assert loaded.config == config
+    assert isinstance(loaded.heads, StreamingHeads)
+    assert (loaded.heads.num_heads, loaded.heads.sizes, loaded.heads.rank) == (2, STREAMS, 4)
+    stored = load_file(tmp_path / WEIGHTS_FILE)
+    assert sum(name.startswith("layers.1.") for name in stored) == 14
+    assert stored["layers.0.down_proj.a.weight"].shape == (4, 12)
+    assert len(stored) == 29
+    for name, parameter in loaded.heads.state_dict().items():
+        assert torch.equal(parameter, stored[name].float())
+
+
 @pytest.mark.parametrize("shipped", sorted(PRETRAINED.glob("*/")), ids=lambda path: path.name)
 def test_the_heads_that_come_along_are_whole(shipped: Path) -> None:
     loaded = load_heads(shipped)
@@ -132,9 +154,17 @@ NAME = "heads.0.0.linear.weight"
         (write("config.json", "{"), "is not JSON"),
         (write("config.json", "[]"), "does not describe headlong's heads"),
         (edit(format="other"), "format: 'headlong' was expected"),
-        (edit(method="eagle"), "'eagle'; known are medusa, markov and mtp"),
+        (edit(method="eagle"), "'eagle'; known are medusa, markov, mtp and streaming"),
         (edit(method="markov"), "of markov heads needs the rank"),
         (edit(method="markov", rank=0), "rank: 0 is less than"),
+        (edit(method="streaming", rank=4), "of streams needs their sizes under streaming, and rank"),
+        (edit(method="streaming", rank=4, streaming={"layers": 0}), "streaming: 'intermediate' is a required"),
+        (edit(method="streaming", streaming=dataclasses.asdict(STREAMS)), "of streams needs their sizes"),
+        (
+            edit(method="streaming", rank=4, streaming=dataclasses.asdict(STREAMS)),
+            "embeddings is absent, should be 2x8",
+        ),
+        (edit(streaming=dataclasses.asdict(STREAMS) | {"head_dim": 5}), "streaming/head_dim: 5 is not a multiple of 2"),
         (edit(num_heads="two"), "num_heads: 'two' is not of type"),
         (edit(num_heads=0), "num_heads: 0 is less than"),
         (edit(draft_vocab="../other.json"), "draft_vocab"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from heads.config import BaseModel, Calibration, HeadsConfig, MtpSizes
+from heads.config import BaseModel, Calibration, HeadsConfig, MtpSizes, StreamSizes
 from heads.errors import HeadsError
 
 MINIMAL: dict[str, Any] = {
@@ -40,6 +40,9 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, mtp.to_json()) == mtp
     markov = HeadsConfig("markov", 5, 8, 20, BaseModel("tiny", "d"), rank=64)
     assert read(tmp_path, markov.to_json()) == markov
+    streams = StreamSizes(3, 48, 4, 2, 8)
+    streaming = HeadsConfig("streaming", 5, 8, 20, BaseModel("tiny", "d"), rank=32, streaming=streams)
+    assert read(tmp_path, streaming.to_json()) == streaming
 
 
 def test_keys_that_may_be_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from reference_sampler import distribution
 from scipy import stats
 from tiny_engine import Sizes, request, run, tiny_core, tiny_model
-from tiny_heads import markov_drafter, medusa_drafter, mtp_drafter, own_kv_drafter
+from tiny_heads import markov_drafter, medusa_drafter, mtp_drafter, own_kv_drafter, streaming_drafter
 
 from engine.sampling_params import SamplingParams
 from engine.spec_decode.drafter import Drafter
@@ -26,6 +26,7 @@ WANTED = (1, 3, 5, 7)  # the bias leaves nothing to others; the heads' draft voc
 LENGTH = 3
 SEEDS = 1500
 SIGNIFICANT = 1e-4
+HEADS = ("medusa", "markov", "mtp", "streaming")
 
 
 def sampling(seed: int, temperature: float = 1.0) -> SamplingParams:
@@ -42,6 +43,8 @@ def method_drafters(method: str, *, coupling: bool) -> list[Drafter]:
         return [markov_drafter(tiny_model("llama"), coupling=coupling, draft_vocab=8)]
     if method == "mtp_own":
         return [own_kv_drafter(tiny_model("llama"), coupling=coupling, draft_vocab=8)]
+    if method == "streaming":
+        return [streaming_drafter(tiny_model("llama"), coupling=coupling, draft_vocab=8)]
     return [mtp_drafter(tiny_model("llama"), coupling=coupling, draft_vocab=8)]
 
 
@@ -77,11 +80,7 @@ def p_value(method: str, *, coupling: bool = True, temperature: float = 1.0) -> 
 
 @pytest.mark.parametrize(
     ("method", "coupling"),
-    [
-        ("suffix", True),
-        ("mtp_own", True),
-        *((method, coupling) for method in ("medusa", "markov", "mtp") for coupling in (True, False)),
-    ],
+    [("suffix", True), ("mtp_own", True), *((method, coupling) for method in HEADS for coupling in (True, False))],
 )
 def test_the_first_tokens_have_the_models_law(method: str, coupling: bool) -> None:
     p, accepted = p_value(method, coupling=coupling)
