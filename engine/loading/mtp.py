@@ -48,7 +48,8 @@ def _final_scale(model: PreTrainedModel, hidden: int) -> torch.Tensor | None:
         return None
     parameter = next(model.parameters())
     ones = torch.ones(1, hidden, dtype=parameter.dtype, device=parameter.device)
-    scale, negated = norm(ones)[0].float(), norm(-ones)[0].float()
+    scale: torch.Tensor = norm(ones)[0].float()
+    negated: torch.Tensor = norm(-ones)[0].float()
     # A norm that subtracts the mean (LayerNorm) makes nothing of both.
     return scale.cpu() if torch.equal(scale, -negated) and bool(scale.any()) else None
 

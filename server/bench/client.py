@@ -210,7 +210,7 @@ def _body(prompt: str, sampling: Sampling, speculate: bool) -> dict[str, Any]:
 
 def plain_body(prompt: str, sampling: Sampling) -> dict[str, Any]:
     """What every OpenAI-compatible server is asked, but for the token limit, which has two names."""
-    asked = {"messages": [{"role": "user", "content": prompt}]} if sampling.chat else {"prompt": prompt}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if sampling.chat else {"prompt": prompt}
     return asked | {
         "temperature": sampling.temperature,
         "seed": sampling.seed,

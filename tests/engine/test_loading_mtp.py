@@ -37,6 +37,7 @@ def gemma3(*layers: str) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("architecture", ["gemma3", "llama"])
+@torch.no_grad()
 def test_a_new_module_undoes_and_does_again_what_the_last_norm_multiplies_by(architecture: str) -> None:
     """So at its start it passes a final state on: what it makes of one is that state, but for its length."""
     is_gemma = architecture == "gemma3"
