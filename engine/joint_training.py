@@ -16,6 +16,7 @@ from engine.config import ModelConfig
 from engine.device import resolve_device, resolve_dtype
 from engine.errors import HeadTrainingError
 from engine.loading import load_model
+from engine.loading.model import quiet_transformers
 from engine.loading.mtp import attach_base
 from engine.lora_base import LoraBase
 from engine.train_job import MODEL, TrainJob, Watch
@@ -50,7 +51,8 @@ class BaseTraining:
         change = Change(self._plain.name, self._plain.digest, self.joint.settings, found)
         self._watch.line(f"Writing {change.name}")
         merged = self._base.merge().to(backend.loaded.model.dtype)  # type: ignore[arg-type]
-        save_changed(merged, self._plain, change, self._job.folder / MODEL)
+        with quiet_transformers():
+            save_changed(merged, self._plain, change, self._job.folder / MODEL)
         return change
 
     def reload(self, heads: Heads, original: Backend) -> Backend:

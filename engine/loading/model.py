@@ -65,7 +65,7 @@ def load_model(
     that takes seconds. Raises ModelLoadError with one sentence; nothing is allocated before memory is known to suffice.
     """
     dtype = _usable_dtype(device, dtype)
-    with _quiet_transformers():
+    with quiet_transformers():
         source = resolve(model, progress)
         if isinstance(source, GgufSource):
             folder, digest = converted_folder(source, progress)
@@ -195,7 +195,7 @@ def _eos_token_ids(generation: Mapping[str, Any], config: PreTrainedConfig, fold
 
 
 @contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """The server reports progress and failures itself, so transformers' bars and tables are off within."""
     verbosity = transformers_logging.get_verbosity()
     had_bars = transformers_logging.is_progress_bar_enabled()
