@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from server.code_folder import CodeFolderError, code_prompts
+from server.prompt_file import PromptFileError, read_prompt_file
 from server.training.recipe import SourceMissing, portions
 
 LONGEST = 1200
@@ -52,11 +51,9 @@ def built_in_prompts(seed: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, seed: int = 0) -> list[Prompt]:
-    """A user's file: JSON lines with ``prompt`` or ``messages``, when its name ends in .jsonl; else one prompt a line.
-    Of a folder the code in it, see ``server.code_folder``.
+    """A user's file, see ``server.prompt_file``, or the code in a folder, see ``server.code_folder``.
 
-    Of ``messages`` only the last user message is used: single turns. Repeated texts are kept once.
-    Raises PromptError that names the line.
+    Repeated texts are kept once. Raises PromptError that names the line.
     """
     if path.is_dir():
         try:
@@ -64,49 +61,10 @@ def read_prompts(path: Path, seed: int = 0) -> list[Prompt]:
         except CodeFolderError as error:
             raise PromptError(str(error)) from error
     try:
-        # Split at line feeds alone: JSON may hold the other characters that Python takes for line ends.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as a file of prompts: {error}") from error
-    texts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            texts.append(_from_json(line) if path.suffix == ".jsonl" else line.strip())
-        except ValueError as error:
-            raise PromptError(f"{path}, line {number}: {error}") from error
-    if not texts:
-        raise PromptError(f"{path} holds no prompt")
+        texts = read_prompt_file(path)
+    except PromptFileError as error:
+        raise PromptError(str(error)) from error
     return _distinct(Prompt(text, path.name, "") for text in texts)
-
-
-def _from_json(line: str) -> str:
-    """Raises ValueError."""
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError:
-        raise ValueError("not JSON (nested too deep)") from None
-    if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
-        raise ValueError('expected a JSON object with "prompt" or "messages"')
-    text = record["prompt"] if "prompt" in record else _last_user_message(record["messages"])
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the prompt must be text that is not empty")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise ValueError("the prompt holds half of a surrogate pair, which is no text")
-    return text
-
-
-def _last_user_message(messages: object) -> object:
-    """Raises ValueError."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError('"messages" must be a list of objects with "role" and "content"')
-    for message in reversed(messages):
-        if message.get("role") == "user":
-            return message.get("content")
-    raise ValueError('"messages" holds no user message')
 
 
 def excluding(prompts: Iterable[Prompt], benchmarks: Sequence[str]) -> list[Prompt]:
