@@ -218,6 +218,8 @@ class HeadsConfig:
             raise HeadsError(
                 f"{path}: calibration must hold, for each head, one rate a bucket of ascending edges up to 1"
             )
+        if "mtp" in raw and raw["mtp"]["heads"] % raw["mtp"]["kv_heads"]:
+            raise HeadsError(f"{path}: mtp: heads must be a multiple of kv_heads, which they share")
         if any(token >= raw["vocab_size"] for prompt in raw.get("self_test", ()) for token in prompt):
             raise HeadsError(f"{path}: self_test must hold token ids below {raw['vocab_size']}")
         return cls._of_own(raw)

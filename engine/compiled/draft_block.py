@@ -67,7 +67,12 @@ class CompiledDraftBlock:
         is_int8: bool,
         threads: int,
     ) -> None:
-        """Raises ModelLoadError if memory runs out."""
+        """Raises ModelLoadError if memory runs out, and for a width that the kernels cannot take."""
+        if module.shape.intermediate % TILE:
+            raise ModelLoadError(
+                f"the MTP module is {module.shape.intermediate} wide inside, which is not a multiple of {TILE}; "
+                "it can be served with engine.runner transformers"
+            )
         packer = Packer(library, is_int8)
         sizes = base.weights.dimensions
         layer = Layer(

@@ -16,6 +16,7 @@ _TIMEOUT = httpx.Timeout(600.0)
 # for a request on a connection that is being closed fails.
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0)
 _MAX_ERROR_CHARACTERS = 300
+_LAST_PORT = 65535
 
 
 class ServerFault(Exception):
@@ -124,8 +125,8 @@ class Measured:
             self._take_choice(choice, now)
         if usage := chunk.get("usage"):
             self.has_usage = True
-            self.completion_tokens = usage["completion_tokens"]
-            self.prompt_tokens = usage["prompt_tokens"]
+            self.completion_tokens = _count(usage["completion_tokens"])
+            self.prompt_tokens = _count(usage["prompt_tokens"])
         if metrics := chunk.get("metrics"):
             self.acceptance = metrics.get("speculative_decoding") or {}
 
@@ -151,9 +152,11 @@ class Measured:
 
 
 def connect(url: str, api_key: str | None = None) -> httpx.AsyncClient:
-    """A client of the server at ``url``, with or without ``/v1`` at its end."""
+    """A client of the server at ``url``, with or without ``/v1`` at its end. Raises httpx.InvalidURL."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    base = url.rstrip("/").removesuffix("/v1")
+    base = httpx.URL(url.rstrip("/").removesuffix("/v1"))
+    if base.port is not None and base.port > _LAST_PORT:
+        raise httpx.InvalidURL(f"the last port is {_LAST_PORT}")
     return httpx.AsyncClient(base_url=base, timeout=_TIMEOUT, limits=_LIMITS, headers=headers)
 
 
@@ -186,6 +189,13 @@ async def measure(
 
 async def stream_answer(client: httpx.AsyncClient, body: dict[str, Any]) -> Measured:
     """Streams an answer to its end, whole or not. Raises ServerFault or httpx.HTTPError."""
+    try:
+        return await _streamed(client, body)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ServerFault(f"a chunk has an unforeseen shape: {type(error).__name__} {error}") from error
+
+
+async def _streamed(client: httpx.AsyncClient, body: dict[str, Any]) -> Measured:
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     measured, began = Measured(), time.perf_counter()
     async with client.stream("POST", path, json=body) as response:
@@ -217,6 +227,13 @@ def plain_body(prompt: str, sampling: Sampling) -> dict[str, Any]:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+
+
+def _count(value: Any) -> int:
+    """Of tokens. Raises ValueError."""
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of tokens")
+    return value
 
 
 def _parsed(content: bytes | str, path: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from server.bench.long_texts import long_context, shared_prefix
 from server.code_folder import CodeFolderError, code_prompts
+from server.prompt_file import PromptFileError, read_prompt_file
 
 # Module, function and the variable to rename, of ``edits``.
 EDITED_FUNCTIONS: Sequence[tuple[str, str, str]] = (
@@ -54,10 +55,7 @@ class Dataset:
 
 
 def load_dataset(name: str, count: int | None = None) -> Dataset:
-    """One of ``DATASETS`` or the path of a file (JSON lines with ``prompt``, or one prompt a line) or folder of code.
-
-    Raises DatasetError.
-    """
+    """One of ``DATASETS``, or the path of a file (``server.prompt_file``) or folder of code. Raises DatasetError."""
     prompts = _READERS[name]() if name in _READERS else _user_file(Path(name))
     if not prompts:
         raise DatasetError(f"{name} holds no prompt")
@@ -114,23 +112,18 @@ def _standard_function(module: str, name: str) -> str:
 
 
 def _user_file(path: Path) -> list[str]:
+    """Single turns: of a conversation its last user message."""
     if path.is_dir():
         try:
             return code_prompts(path)
         except CodeFolderError as error:
             raise DatasetError(str(error)) from error
+    if not path.exists():
+        raise DatasetError(f"{path} is neither a known dataset ({', '.join(DATASETS)}) nor a file or folder")
     try:
-        lines = [line for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise DatasetError(
-            f"{path} is neither a known dataset ({', '.join(DATASETS)}) nor readable: {error}"
-        ) from error
-    if path.suffix != ".jsonl":
-        return lines
-    try:
-        return [str(json.loads(line)["prompt"]) for line in lines]
-    except (ValueError, KeyError, TypeError) as error:
-        raise DatasetError(f'{path}: every line must be a JSON object with "prompt" ({error})') from error
+        return [text for text, _ in read_prompt_file(path)]
+    except PromptFileError as error:
+        raise DatasetError(str(error)) from error
 
 
 def _long_text(make: Callable[[], list[str]]) -> Callable[[], list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from server.bench.markdown import markdown
 from server.bench.plots import check_plots, write_plots
-from server.bench.report import ReportError, check_report_path, write_report
+from server.bench.report import ReportError, check_report_path, check_writable, write_report
 
 
 def check_out(out: Path | None) -> None:
@@ -20,6 +20,7 @@ def check_out(out: Path | None) -> None:
         raise ReportError(f"cannot write {out}: it is neither a folder nor a name that ends in .json")
     if not out.absolute().parent.is_dir():
         raise ReportError(f"cannot write {out}: its folder does not exist")
+    check_writable(out if out.is_dir() else out.absolute().parent)
     check_plots()
 
 

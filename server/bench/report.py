@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,23 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def check_report_path(path: Path | None) -> None:
     """Asked before measuring, so that no result is lost for want of a folder. Raises ReportError."""
-    if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+    if path is None:
+        return
+    if path.is_dir() or not path.absolute().parent.is_dir():
         raise ReportError(f"cannot write {path}: {'it is a folder' if path.is_dir() else 'its folder does not exist'}")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise ReportError(f"cannot write {path}: it may not be changed")
+    if not path.exists():
+        check_writable(path.absolute().parent)
+
+
+def check_writable(folder: Path) -> None:
+    """Raises ReportError unless files can be made in ``folder``."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return
+    except OSError as error:
+        raise ReportError(f"cannot write in {folder}: {error.strerror}") from error
 
 
 def write_report(path: Path, report: dict[str, Any]) -> None:

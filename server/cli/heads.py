@@ -63,14 +63,14 @@ def evaluate(
         check_out(out)
         datasets = [load_dataset(name, n) for name in dict.fromkeys(dataset or _DEFAULT_DATASETS)]
         report = _measured(_Wanted(folder, model, max_tokens, seed), datasets)
+        console = Console()
+        console.print(_table(report["best"]))  # first, so that a disk that is full by now does not cost the result
         if out is not None:
             write_out(out, report, lambda folder, made: [write_plot(folder, made)], markdown)
     except (ModelLoadError, HeadTrainingError, PromptError, DatasetError, ReportError) as error:
         fail(str(error))
     except MemoryError:
         fail(f"not enough memory to draft for {model}", FAILED)
-    console = Console()
-    console.print(_table(report["best"]))
     if out is not None:
         console.print(f"report written to {out}", markup=False, soft_wrap=True)
 

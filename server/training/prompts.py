@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from server.code_folder import CodeFolderError, code_prompts
-from server.errors import ApiError
-from server.protocol.messages import TemplateMessage, template_messages
+from server.prompt_file import PromptFileError, read_prompt_file
+from server.protocol.messages import TemplateMessage
 from server.training.likeness import without_near_duplicates, words
 from server.training.recipe import SourceMissing, portions
 
@@ -61,10 +59,8 @@ def built_in_prompts(seed: int) -> list[Prompt]:
 
 
 def read_prompts(path: Path, seed: int = 0) -> list[Prompt]:
-    """A user's file: JSON lines with ``prompt`` or ``messages``, when its name ends in .jsonl; else one prompt a line.
-    Of a folder the code in it, see ``server.code_folder``.
+    """A user's file, see ``server.prompt_file``, or the code in a folder, see ``server.code_folder``.
 
-    A conversation is used up to its last user message, which the model is to answer.
     Raises PromptError that names the line.
     """
     if path.is_dir():
@@ -73,55 +69,10 @@ def read_prompts(path: Path, seed: int = 0) -> list[Prompt]:
         except CodeFolderError as error:
             raise PromptError(str(error)) from error
     try:
-        # Split at line feeds alone: JSON may hold the other characters that Python takes for line ends.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as a file of prompts: {error}") from error
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            text, before = _from_json(line) if path.suffix == ".jsonl" else (line.strip(), ())
-            prompts.append(Prompt(text, path.name, "", before))
-        except ValueError as error:
-            raise PromptError(f"{path}, line {number}: {error}") from error
-    if not prompts:
-        raise PromptError(f"{path} holds no prompt")
-    return prompts
-
-
-def _from_json(line: str) -> tuple[str, tuple[TemplateMessage, ...]]:
-    """A user message and the conversation before it. Raises ValueError."""
-    try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON ({error})") from error
-    except RecursionError:
-        raise ValueError("not JSON (nested too deep)") from None
-    if not isinstance(record, dict) or not ("prompt" in record or "messages" in record):
-        raise ValueError('expected a JSON object with "prompt" or "messages"')
-    text, before = (record["prompt"], ()) if "prompt" in record else _last_turn(record["messages"])
-    if not isinstance(text, str) or not text.strip():
-        raise ValueError("the prompt must be text that is not empty")
-    for said in (text, *(message["content"] for message in before)):
-        if any("\ud800" <= character <= "\udfff" for character in said):
-            raise ValueError("the prompt holds half of a surrogate pair, which is no text")
-    return text, before
-
-
-def _last_turn(given: object) -> tuple[str, tuple[TemplateMessage, ...]]:
-    """The last user message and those before it. Raises ValueError."""
-    if not isinstance(given, list):
-        raise ValueError('"messages" must be a list of objects with "role" and "content"')
-    try:
-        messages = template_messages(given)
-    except ApiError as error:
-        raise ValueError(str(error)) from error
-    for index in range(len(messages) - 1, -1, -1):
-        if messages[index]["role"] == "user":
-            return messages[index]["content"], tuple(messages[:index])
-    raise ValueError('"messages" holds no user message')
+        turns = read_prompt_file(path)
+    except PromptFileError as error:
+        raise PromptError(str(error)) from error
+    return [Prompt(text, path.name, "", before) for text, before in turns]
 
 
 def excluding(prompts: Iterable[Prompt], benchmarks: Sequence[str]) -> list[Prompt]:

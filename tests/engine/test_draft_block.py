@@ -4,6 +4,7 @@ engine's own KV cache, Markov heads beside it."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from engine.backend import Backend, RunnerNeeds, TransformersBackend
 from engine.batch import build_batch
 from engine.contexts import ContextReader
+from engine.errors import ModelLoadError
 from engine.loading.heads import output_head
 from engine.model_runner import ModelRunner
 from engine.request import Request
@@ -29,6 +31,7 @@ from engine.spec_decode.tree import DraftTree
 from heads.batch import make_batch
 from heads.data import Answer, Ask
 from heads.lm_head import DraftLmHead
+from heads.mtp import MtpModule
 
 BLOCK = 16
 DEPTHS = 3
@@ -102,6 +105,15 @@ def test_drafting_computes_what_training_did(kind: str, family: str) -> None:
             wanted = expected[depth - 1][row]
             # Contexts are kept in half precision.
             assert torch.allclose(logits[owner * step], wanted, atol=0.02 * float(wanted.abs().max())), (depth, owner)
+
+
+def test_a_width_that_the_kernels_cannot_take_is_refused() -> None:
+    model, backend = made("compiled", "llama")
+    shape = dataclasses.replace(random_mtp(model).shape, intermediate=10)
+    module = MtpModule(model.config.hidden_size, shape, DEPTHS)
+    runner = backend.make_runner(RunnerNeeds(2 * BLOCK, BLOCK, needs_hidden=True, passes=1))
+    with pytest.raises(ModelLoadError, match="10 wide inside, which is not a multiple of 16"):
+        runner.make_block(module, DraftLmHead(output_head(model), None))
 
 
 @pytest.mark.parametrize("kind", ["plain", "float", "int8"])

@@ -45,6 +45,13 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(tmp_path, streaming.to_json()) == streaming
 
 
+def test_query_heads_that_cannot_share_kv_heads_are_refused(tmp_path: Path) -> None:
+    for heads in (1, 5):
+        sizes = {"kv": "base", "intermediate": 48, "heads": heads, "kv_heads": 3, "head_dim": 8, "eps": 1e-6}
+        with pytest.raises(HeadsError, match="heads must be a multiple of kv_heads"):
+            read(tmp_path, json.dumps(MINIMAL | {"method": "mtp", "mtp": sizes}))
+
+
 def test_keys_that_may_be_left_out(tmp_path: Path) -> None:
     assert read(tmp_path, json.dumps(MINIMAL)) == HeadsConfig("medusa", 2, 8, 20, BaseModel("tiny", "d"))
 

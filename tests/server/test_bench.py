@@ -22,8 +22,8 @@ from wire_app import Wire, tiny_info, tiny_tokenizer
 
 from engine.outputs import RequestOutput
 from engine.sampling_params import EngineRequest
-from server.bench.client import Measured, Sampling, ServerFault
-from server.bench.datasets import DATASETS, load_dataset
+from server.bench.client import Measured, Sampling, ServerFault, measure
+from server.bench.datasets import DATASETS, DatasetError, load_dataset
 from server.bench.side import Peer, PeerError, PeerSide, parse_peers, peer_side
 from server.cli.main import app
 
@@ -154,11 +154,19 @@ async def test_other_shapes_of_chunks(chunks: list[dict[str, Any]], tokens: int,
         ([*WHOLE[:2], {"error": {"message": "out of memory"}}], "out of memory"),
         ([{"choices": None}], "unforeseen shape"),
         ([*WHOLE[:4], {"choices": [], "usage": {"total_tokens": 3}}], "unforeseen shape"),
+        ([*WHOLE[:4], {"choices": [], "usage": {"completion_tokens": "5", "prompt_tokens": 3}}], "'5' is no number"),
+        ([*WHOLE[:4], {"choices": [], "usage": {"completion_tokens": -5, "prompt_tokens": 3}}], "-5 is no number"),
     ],
 )
 async def test_a_broken_stream_of_a_peer_is_a_fault(chunks: list[dict[str, Any]], reason: str) -> None:
     with pytest.raises(ServerFault, match=reason):
         await asked_of(OtherServer(chunks))
+
+
+async def test_a_server_that_only_looks_like_ours_is_a_fault() -> None:
+    async with OtherServer([{"choices": [{"index": 0, "delta": {"content": ["the"]}}]}]).client() as client:
+        with pytest.raises(ServerFault, match="unforeseen shape"):
+            await measure(client, "one", SAMPLING, speculate=True)
 
 
 async def named(server: OtherServer, model: str | None) -> PeerSide:
@@ -361,6 +369,33 @@ def test_a_peer_that_does_not_answer_is_one_line(prompts: Path) -> None:
     assert "headlong: the peer other does not answer on http://127.0.0.1:9" in gone.stderr
     assert "headlong: the peer other: http://host:port is not a URL" in wrong.stderr
     assert gone.exit_code == wrong.exit_code == 1
+
+
+def test_a_port_that_cannot_be_is_one_line(prompts: Path) -> None:
+    url = "http://127.0.0.1:99999"
+    result = bench(url, "--dataset", str(prompts))
+    assert (result.exit_code, f"headlong: {url} is not a URL: the last port is 65535" in result.stderr) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ("[" * 100_000, "nested too deep"),
+        ('{"prompt": 3}', "text"),
+    ],
+)
+def test_a_bad_line_of_a_dataset_is_named(tmp_path: Path, line: str, reason: str) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(f'{{"prompt": "fine"}}\n{line}\n')
+    with pytest.raises(DatasetError, match=rf"mine\.jsonl, line 2: .*{reason}"):
+        load_dataset(str(file))
+
+
+def test_only_a_line_feed_ends_a_line_of_a_dataset(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"prompt": "one\u2028two"}\n', encoding="utf-8-sig")
+    assert load_dataset(str(file)).prompts == ("one\u2028two",)
 
 
 @pytest.mark.parametrize("name", ["long-context", "shared-prefix"])

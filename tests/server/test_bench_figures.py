@@ -251,6 +251,13 @@ def test_a_place_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
             check_out(out)
 
 
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="there is no folder that takes no files whoever asks")
+@pytest.mark.parametrize("name", ["results", "one.json"])
+def test_a_folder_that_takes_no_files_is_told_before(name: str) -> None:
+    with pytest.raises(ReportError, match="cannot write in /proc: "):
+        check_out(Path("/proc") / name)
+
+
 def test_plots_without_matplotlib_are_refused_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ReportError, match="pip install matplotlib"):
