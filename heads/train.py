@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -92,7 +93,7 @@ def train(
 ) -> None:
     """Trains ``heads`` in place, going on from the checkpoint in ``folder`` if there is one.
 
-    Raises HeadsError for no answers, or a checkpoint of another run.
+    Raises HeadsError for no answers, or a checkpoint of another run; OSError where none can be written.
     """
     plan = batches(answers, settings)
     if not plan:
@@ -155,6 +156,7 @@ class _Run:
         return losses
 
     def save(self, step: int) -> None:
+        """Raises OSError."""
         path = self._folder / CHECKPOINT_FILE
         partial = path.with_suffix(".partial")
         state = {
@@ -163,8 +165,10 @@ class _Run:
             "heads": self._heads.state_dict(),
             "optimizer": self._optimizer.state_dict(),
         }
+        content = io.BytesIO()
+        torch.save(state, content)  # to a file, it would hide that a disk is full behind an error of its own
         with partial.open("wb") as file:
-            torch.save(state, file)
+            file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
