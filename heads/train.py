@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
+import io
 import json
 import math
 import os
@@ -111,7 +112,7 @@ def train(
     """Trains ``heads`` in place, and adapters of the base model with them if there is a ``joint``, going on from the
     checkpoint in ``folder`` if there is one.
 
-    Raises HeadsError for no answers, or a checkpoint of another run.
+    Raises HeadsError for no answers, or a checkpoint of another run; OSError where none can be written.
     """
     plan = batches(answers, settings)
     if not plan:
@@ -228,6 +229,7 @@ class _Run:
         return losses, kl
 
     def save(self, step: int) -> None:
+        """Raises OSError."""
         path = self._folder / CHECKPOINT_FILE
         partial = path.with_suffix(".partial")
         state = {
@@ -238,8 +240,10 @@ class _Run:
         }
         if self._joint is not None:
             state["base"] = self._joint.base.state_dict()
+        content = io.BytesIO()
+        torch.save(state, content)  # to a file, it would hide that a disk is full behind an error of its own
         with partial.open("wb") as file:
-            torch.save(state, file)
+            file.write(content.getbuffer())
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,20 @@ def test_a_finished_run_is_not_repeated(tmp_path: Path) -> None:
             lambda done, steps=steps: steps.append(done.step),
         )
         assert bool(steps) is expected
+
+
+def test_a_checkpoint_without_room_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    """The limit on a file's size stands for a full disk; the checkpoint is more than a file object holds back."""
+    heads = MedusaHeads(HIDDEN, 2, 40)
+    settings = dataclasses.replace(SETTINGS, checkpoint_steps=1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            train(heads, lm_head(), cyclic_answers(), settings, tmp_path, lambda _: None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not (tmp_path / CHECKPOINT_FILE).exists()
 
 
 def test_checkpoints_of_other_runs_and_broken_ones_are_refused(tmp_path: Path) -> None:

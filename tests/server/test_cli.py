@@ -67,7 +67,7 @@ def test_the_command_line_loads_nothing_heavy() -> None:
         (("--port", "70000"), ("server.port", "70000", "65535")),
         (("--set", "speculation.drafters=[eagle]"), ("speculation.drafters", "suffix, medusa")),
         (("--set", "model.quantization=int4"), ("model.quantization", "'int4'", "int8")),
-        (("--set", "speculation.drafters=[streaming]"), ("speculation.drafters", "unknown drafter")),
+        (("--set", "speculation.drafters=[poetry]"), ("speculation.drafters", "unknown drafter")),
         (("--config", "/absent/serve.yaml"), ("/absent/serve.yaml", "No such file")),
         (("--set", "server.api_keys_file=/absent/keys"), ("server.api_keys_file", "/absent/keys")),
     ],

@@ -91,7 +91,7 @@ def test_frozen() -> None:
         ("model.quantization=int4", ["model.quantization", "'int4'", "'auto', 'none' or 'int8'"]),
         ("engine.determinism=always", ["engine.determinism", "'always'", "'default' or 'strict'"]),
         ("engine.runner=fast", ["engine.runner", "'fast'", "'auto', 'compiled' or 'transformers'"]),
-        ("speculation.drafters=[suffix, poetry]", ["speculation.drafters", "unknown drafter", "streaming"]),
+        ("speculation.drafters=[suffix, poetry]", ["speculation.drafters", "unknown drafter", "poetry"]),
         ("speculation.drafters=[suffix, suffix]", ["speculation.drafters", "twice"]),
         ("speculation.drafters=[]", ["speculation", "empty"]),
         ("speculation.verifier=rejection", ["speculation", "cannot be coupled", "coupling: false"]),
