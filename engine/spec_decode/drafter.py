@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ExtraRows:
-    """Rows a drafter adds to a request's verification forward beside the tree, such as the streams of Speculative
-    Streaming.
+    """Rows a drafter adds to a request's verification forward beside the tree.
 
     They are computed, not verified, and their KV is dropped. Row e sees the committed prefix, the ancestors of its
     parent, and itself. parents[e]: -1 is the root, i < len(tree) a tree node, len(tree) + j the extra row j < e.
