@@ -65,8 +65,9 @@ class SpeculationConfig:
     """Which drafters run and how their drafts are verified.
 
     drafters: in order of precedence; None is suffix, then the method of the heads if there are any. heads: a folder;
-    None is the heads that come with headlong for this model, if there are any. max_draft_tokens: tree nodes beside the
-    root. coupling: drafters with probabilities draft with the verification's noise.
+    None is the MTP module in the model's own checkpoint, or the heads that come with headlong for this model, if there
+    are any. max_draft_tokens: tree nodes beside the root. coupling: drafters with probabilities draft with the
+    verification's noise.
     """
 
     enabled: bool = True

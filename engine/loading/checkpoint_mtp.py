@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.errors import ModelLoadError
-from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, draft_dtype, embedding_for
+from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, InputEmbedding, draft_dtype
 from engine.loading.model import LoadedModel
 from engine.loading.mtp_layouts import MtpLayout, find_layout
 from engine.loading.weights import INDEX, SINGLE, read_headers, read_tensors, weight_files
@@ -66,12 +66,11 @@ class CheckpointMtp(nn.Module):
         self._state_first = layout.state_first
         self._attention = DraftAttention(self.layer.self_attn, self.rotary)
 
-    def attach(self, embedding: nn.Module) -> None:
-        """Gives the embedding of input tokens, the model's or its own, and learns the shape of the attention.
+    def attach(self, embedding: InputEmbedding) -> None:
+        """Gives the embedding of input tokens, and learns the shape of the attention.
 
         Call it once the weights are there. Raises ModelLoadError for attention that cannot be served."""
-        # Behind a tuple it is not a part of this module: what packs the module must not copy the model's weights.
-        self._embedding = (embedding,)
+        self._embedding = embedding
         self.kv_heads, self.key_dim, self.value_dim, self.scale = self._attention.shape(self.hidden_size)
 
     def condition(self, final: torch.Tensor, layers: Mapping[int, torch.Tensor]) -> torch.Tensor:
@@ -94,9 +93,8 @@ class CheckpointMtp(nn.Module):
         return logits
 
     def _join(self, states: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        any_embedding: Any = self._embedding[0]
         dtype = self.embedding_norm.weight.dtype
-        embedded = self.embedding_norm(nn.functional.embedding(tokens, any_embedding.weight).to(dtype))
+        embedded = self.embedding_norm(self._embedding(tokens).to(dtype))
         states = self.hidden_norm(states.to(dtype))
         parts = (states, embedded) if self._state_first else (embedded, states)
         joined: torch.Tensor = self.projection(torch.cat(parts, dim=-1))
@@ -149,7 +147,7 @@ def read_checkpoint_mtp(loaded: LoadedModel) -> LoadedHeads | None:
         module = _filled(loaded, layout, tensors)
     except HeadsError as error:
         raise ModelLoadError(str(error)) from error
-    module.attach(embedding_for(loaded.model, embedding))
+    module.attach(InputEmbedding(loaded.model, embedding))
     config = HeadsConfig(
         method=module.method,
         num_heads=module.num_heads,

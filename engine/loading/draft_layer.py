@@ -47,14 +47,22 @@ def draft_dtype(model: PreTrainedModel) -> torch.dtype:
     return torch.float32 if model.dtype == torch.float64 else model.dtype
 
 
-def embedding_for(model: PreTrainedModel, own: torch.Tensor | None) -> nn.Module:
-    """Of a module's input tokens: the model's, shared, unless it has its ``own``, [vocab, hidden]."""
-    if own is None:
-        shared: nn.Module = model.get_input_embeddings()
-        return shared
-    kept = own.to(model.device, draft_dtype(model))
-    embedding: nn.Module = nn.Embedding.from_pretrained(kept)  # type: ignore[no-untyped-call]
-    return embedding
+class InputEmbedding:
+    """Of a module's input tokens: the model's, shared, or the module's own. It is no part of the module, so that what
+    packs or copies a module leaves it as it is."""
+
+    def __init__(self, model: PreTrainedModel, own: torch.Tensor | None) -> None:
+        """own: [vocab, hidden]."""
+        self._model = model
+        self._own = None if own is None else own.to(model.device, draft_dtype(model))
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        """[rows, hidden]."""
+        shared: Any = self._model.get_input_embeddings()  # asked anew: whoever packs the model may give it another
+        return nn.functional.embedding(tokens, shared.weight if self._own is None else self._own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InputEmbedding:
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from engine.loading.checks import first_line
-from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, draft_dtype, embedding_for
+from engine.loading.draft_layer import ATTENTION_NAME, DraftAttention, InputEmbedding, draft_dtype
 from engine.loading.model import LoadedModel
 from engine.loading.weights import INDEX, SINGLE, read_tensors, weight_files
 from heads.checkpoint import LoadedHeads
@@ -90,12 +90,9 @@ class EagleModule(nn.Module):
         with torch.device("cpu"):  # its tables are computed, not read
             self.rotary = LlamaRotaryEmbedding(config)
 
-    def attach(self, embedding: nn.Module) -> None:
-        """Gives the embedding of input tokens, the model's or its own, and learns the shape of the attention.
-
-        Call it once the weights are there."""
-        # Behind a tuple it is not a part of this module: what packs the module must not copy the model's weights.
-        self._embedding = (embedding,)
+    def attach(self, embedding: InputEmbedding) -> None:
+        """Gives the embedding of input tokens, and learns the shape of the attention; once the weights are there."""
+        self._embedding = embedding
         self._attention = DraftAttention(self._layer.self_attn, self.rotary)
         self.kv_heads, self.key_dim, self.value_dim, self.scale = self._attention.shape(2 * self.hidden_size)
 
@@ -127,9 +124,8 @@ class EagleModule(nn.Module):
 
     def _join(self, states: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(what attention reads [rows, 2 * hidden], the residual [rows, hidden])."""
-        any_embedding: Any = self._embedding[0]
         dtype = self.norm.weight.dtype
-        embedded = nn.functional.embedding(tokens, any_embedding.weight).to(dtype)
+        embedded = self._embedding(tokens).to(dtype)
         states = states.to(dtype)
         normed = self._layer.hidden_norm(states)
         joined = torch.cat([self._layer.input_layernorm(embedded), normed], dim=-1)
@@ -148,7 +144,7 @@ def read_eagle(folder: Path, config: HeadsConfig, loaded: LoadedModel) -> Loaded
     token_ids, lm_head = _drafted(tensors.pop("d2t", None), lm_head, layer.vocab_size, source)
     module = _filled(config, layer, tensors, source, loaded)
     _require_matrices(embedding, lm_head, layer, source, loaded)
-    module.attach(embedding_for(loaded.model, embedding))
+    module.attach(InputEmbedding(loaded.model, embedding))
     width = config.eagle.target_hidden or module.hidden_size
     sized = dataclasses.replace(config, hidden_size=width, vocab_size=layer.vocab_size)
     return LoadedHeads(folder, sized, module.eval().requires_grad_(False), token_ids, lm_head)

@@ -9,13 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from compiled_engine import assert_same, loaded_model
+from compiled_models import library
 from own_kv import drafted_outputs
 from tiny_eagle import DRAFT_IDS, authors_config, eagle_tensors, speculators_config, tiny_target, write_eagle
 from tiny_engine import VOCAB, Answer, as_loaded, assert_all_free, request, run
 from tiny_mtp import write_model
 
 from engine.assembly import Drafters, assemble, make_drafters
-from engine.backend import TransformersBackend
+from engine.backend import Backend, CompiledBackend, TransformersBackend
 from engine.config import EngineConfig, EngineSettings, ModelConfig, SpeculationConfig
 from engine.core import EngineCore
 from engine.draft_test import self_test
@@ -33,7 +35,7 @@ KINDS = ("deepseek", "glm", "mimo")
 # The last one shares blocks with the one before.
 PROMPTS = [[5, 9, 3], list(range(1, 30)), [*range(1, 25), 50, 4]]
 REQUESTS = [
-    request(f"r{index}", prompt, SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True))
+    request(f"r{index}", prompt, SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))
     for index, prompt in enumerate(PROMPTS)
 ]
 
@@ -59,13 +61,19 @@ def eagle(folder: Path, form: str) -> str:
 
 
 def core(loaded: LoadedModel, drafters: Sequence[OwnKvDrafter]) -> EngineCore:
+    return assembled(TransformersBackend(loaded, packs=False), 4, torch.float64, drafters)
+
+
+def assembled(backend: Backend, block_size: int, dtype: torch.dtype, drafters: Sequence[OwnKvDrafter]) -> EngineCore:
     """So small that prompts come in chunks, and that requests are preempted."""
-    backend, size = TransformersBackend(loaded, packs=False), 4
-    block_bytes = size * sum(shape.bytes_per_token(torch.float64) for shape in backend.shapes)
-    block_bytes += sum(drafter.block_bytes(size, torch.float64) for drafter in drafters)
+    block_bytes = block_size * sum(shape.bytes_per_token(dtype) for shape in backend.shapes)
+    block_bytes += sum(drafter.block_bytes(block_size, dtype) for drafter in drafters)
+    blocks = 104 // block_size + 2
     settings = EngineSettings(
         ModelConfig(path="tiny", dtype="float64"),
-        EngineConfig(device="cpu", block_size=size, kv_cache_memory=26 * block_bytes, max_num_batched_tokens=24),
+        EngineConfig(
+            device="cpu", block_size=block_size, kv_cache_memory=blocks * block_bytes, max_num_batched_tokens=24
+        ),
         SpeculationConfig(max_draft_tokens=10),
     )
     return assemble(backend, settings, lambda _: None, drafters, measures_steps=False).core
@@ -98,9 +106,8 @@ def test_a_checkpoints_own_module_drafts_by_default(
     require_law(loaded, replace(drafters, drafters=drafters.drafters[1:]))
 
 
-@pytest.mark.parametrize("form", ["authors", "speculators"])
-def test_eagle_folders_draft(tmp_path: Path, form: str, no_drafter_fails: None) -> None:
-    drafters = make_drafters(SpeculationConfig(heads=eagle(tmp_path, form)), target())
+def test_an_eagle_folder_drafts(tmp_path: Path, no_drafter_fails: None) -> None:
+    drafters = make_drafters(SpeculationConfig(heads=eagle(tmp_path, "authors")), target())
     assert drafters.methods == ("suffix", "eagle")
     require_law(target(), replace(drafters, drafters=drafters.drafters[1:]))
 
@@ -178,6 +185,21 @@ def test_in_an_engine_an_eagle_module_drafts_what_it_means(
 ) -> None:
     loaded = target()
     require_drafts(loaded, make_drafters(SpeculationConfig(heads=eagle(tmp_path, form)), loaded), monkeypatch)
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["float", "int8"])
+def test_beside_the_compiled_step_an_eagle_module_drafts(tmp_path: Path, is_int8: bool, no_drafter_fails: None) -> None:
+    tensors = eagle_tensors(draft_ids=DRAFT_IDS, target=64)
+    tensors["embed_tokens.weight"] = torch.randn(VOCAB, 16, generator=torch.Generator().manual_seed(3))
+    config = authors_config(target_hidden_size=64, eagle_aux_hidden_state_layer_ids=[2, 4, 6])
+    loaded = loaded_model("llama", num_hidden_layers=6)
+    drafters = make_drafters(SpeculationConfig(heads=str(write_eagle(tmp_path, tensors, config))), loaded)
+    backend = CompiledBackend(loaded, library(), "int8" if is_int8 else "none")
+    plain, drafted = (
+        run(assembled(backend, 16, torch.float32, made), REQUESTS) for made in ([], list(drafters.drafters[1:]))
+    )
+    assert_same(drafted, plain)
+    assert sum(answer.accepted for answer in drafted.values()) > 0
 
 
 def test_a_checkpoints_module_can_be_left_out(tmp_path: Path) -> None:
