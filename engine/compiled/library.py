@@ -147,7 +147,9 @@ class Library:
         except OSError as error:
             raise CompiledStepError(f"{path} cannot be loaded: {error}") from error
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(self._c, name)
+            function = getattr(self._c, name, None)
+            if function is None:
+                raise CompiledStepError(f"{path} has no {name}: it is damaged; remove its folder, it is built again")
             function.restype, function.argtypes = result, arguments
         found: bytes | None = self._c.headlong_kernels(kernels.encode() if kernels else None)
         if found is None:

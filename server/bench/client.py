@@ -151,6 +151,11 @@ class Measured:
             raise ServerFault(f"{len(self.token_ids)} token ids arrived, but usage counts {self.completion_tokens}")
 
 
+def shown(client: httpx.AsyncClient) -> str:
+    """The server's address for reports and messages, without a password."""
+    return str(client.base_url.copy_with(userinfo=b"")).rstrip("/")
+
+
 def connect(url: str, api_key: str | None = None) -> httpx.AsyncClient:
     """A client of the server at ``url``, with or without ``/v1`` at its end. Raises httpx.InvalidURL."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -165,7 +170,7 @@ async def server_info(client: httpx.AsyncClient) -> ServerInfo:
     version = await get(client, "/version")
     models = await get(client, "/v1/models")
     try:
-        return ServerInfo(str(client.base_url).rstrip("/"), str(version["version"]), dict(models["data"][0]))
+        return ServerInfo(shown(client), str(version["version"]), dict(models["data"][0]))
     except (KeyError, IndexError, TypeError, ValueError):
         raise ServerFault("the server lists no model, or not as a headlong server does") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -16,6 +17,7 @@ from server.bench.datasets import Dataset
 from server.version import VERSION
 
 _SECRET = "--api-key"
+_PASSWORD = re.compile(r"(https?://)[^/\s@]*@")
 
 
 class ReportError(Exception):
@@ -36,7 +38,7 @@ def report_head(server: ServerInfo, datasets: Iterable[Dataset]) -> dict[str, An
 
 
 def without_secrets(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a command with the API key replaced: a report is made to be shown."""
+    """The arguments of a command without API key and passwords in URLs: a report is made to be shown."""
     shown: list[str] = []
     for argument in arguments:
         if shown and shown[-1] == _SECRET:
@@ -44,7 +46,7 @@ def without_secrets(arguments: Sequence[str]) -> list[str]:
         elif argument.startswith(f"{_SECRET}="):
             shown.append(f"{_SECRET}=...")
         else:
-            shown.append(argument)
+            shown.append(_PASSWORD.sub(r"\1...@", argument))
     return shown
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psutil
 
-from server.bench.client import Sampling, ServerFault, connect, server_info
+from server.bench.client import Sampling, ServerFault, connect, server_info, shown
 from server.bench.datasets import Dataset
 from server.bench.figures import Bounds, Cell, ratios, rows
 from server.bench.load import Course, Load, Outcome, measure_load
@@ -68,10 +68,7 @@ async def run_bench(sides: Sides, wanted: Wanted, bar: Bar) -> dict[str, Any]:
     return report_head(server, [data for data, _ in wanted.plan]) | {
         "started": started.isoformat(timespec="seconds"),
         "load_average": [load_before, psutil.getloadavg()[0]],
-        "peers": {
-            peer.name: {"url": str(peer.client.base_url).rstrip("/"), "model": peer.model, "facts": peer.facts}
-            for peer in peers
-        },
+        "peers": {peer.name: {"url": shown(peer.client), "model": peer.model, "facts": peer.facts} for peer in peers},
         "sampling": _sampling(wanted.sampling),
         "rounds": wanted.rounds,
         "goodput_bounds": wanted.bounds.as_dict(),

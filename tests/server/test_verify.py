@@ -21,6 +21,7 @@ from engine.outputs import ModelInfo, RequestOutput, TokenOutput
 from engine.sampling_params import EngineRequest
 from server.bench.audit import Audit
 from server.bench.client import Measured, Sampling, connect
+from server.bench.client import shown as shown_url
 from server.bench.compare import Comparison, Difference, Pair
 from server.bench.report import without_secrets
 from server.cli.main import app
@@ -80,6 +81,11 @@ def test_each_drafter_is_given_what_it_added() -> None:
 def test_a_report_does_not_tell_the_key() -> None:
     shown = without_secrets(["verify", "--api-key", "k1", "--api-key=k2", "--n", "3"])
     assert shown == ["verify", "--api-key", "...", "--api-key=...", "--n", "3"]
+    urls = ["--url", "https://me:secret@host:1/v1", "--peer", "llama=http://me@host#m", "--dataset", "http://x/a@b"]
+    assert without_secrets(urls) == [
+        *("--url", "https://...@host:1/v1", "--peer", "llama=http://...@host#m", "--dataset", "http://x/a@b")
+    ]
+    assert shown_url(connect("http://me:secret@host:1/v1")) == "http://host:1"
 
 
 @pytest.mark.parametrize("url", ["http://host:1", "http://host:1/", "http://host:1/v1", "http://host:1/v1/"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import resource
 import time
 from collections.abc import Iterator
@@ -45,6 +46,14 @@ def test_a_file_that_is_no_library_is_said(tmp_path: Path) -> None:
     broken.write_text("not a library")
     with pytest.raises(CompiledStepError, match=f"{broken} cannot be loaded"):
         Library(broken)
+
+
+def test_a_library_that_is_not_ours_is_said() -> None:
+    other = importlib.util.find_spec("_ctypes")
+    assert other is not None
+    assert other.origin is not None
+    with pytest.raises(CompiledStepError, match=r"has no headlong_\w+: it is damaged"):
+        Library(Path(other.origin))
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
