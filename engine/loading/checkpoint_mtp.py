@@ -116,11 +116,6 @@ def _layer_config(model: PreTrainedModel, *, is_mixture: bool) -> Any:
     return config
 
 
-def has_checkpoint_mtp(loaded: LoadedModel) -> bool:
-    """Whether the model's own checkpoint holds a module."""
-    return _layout(loaded) is not None
-
-
 def _layout(loaded: LoadedModel) -> MtpLayout | None:
     if not any((loaded.path / name).is_file() for name in (SINGLE, INDEX)):
         return None

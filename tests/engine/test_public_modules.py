@@ -143,7 +143,7 @@ def meant(module: OwnKvModule, lm_head: DraftLmHead, loaded: LoadedModel, text: 
     """The module's greedy chain behind ``text``, over states that transformers itself computes."""
     ids = torch.tensor(text)
     result = loaded.model(input_ids=ids[None], output_hidden_states=True, use_cache=False)
-    # hidden_states[0] is the embedding; the last one is normed.
+    # hidden_states[0] is the embedding; the last one is normed, so no module here may read the last layer.
     layers = {layer: result.hidden_states[layer + 1][0].float() for layer in module.hidden_layers}
     states = module.condition(result.hidden_states[-1][0].float(), layers)
     chain: list[int] = []
@@ -155,18 +155,20 @@ def meant(module: OwnKvModule, lm_head: DraftLmHead, loaded: LoadedModel, text: 
 
 
 def require_drafts(loaded: LoadedModel, drafters: Drafters, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was chunked, cached and accepted before: the chain of first children is the module's greedy one."""
     drafter = drafters.drafters[1]
     assert isinstance(drafter, OwnKvDrafter)
     watched = Watched(drafter, monkeypatch)
     run(core(loaded, [drafter]), REQUESTS)
+    require_chains(watched, drafter, loaded)
+
+
+def require_chains(watched: Watched, drafter: OwnKvDrafter, loaded: LoadedModel) -> None:
+    """Whatever was chunked, cached and accepted before: the chain of first children is the module's greedy one."""
     loaded.model.set_attn_implementation("eager")
-    assert drafters.heads is not None
     checked = 0
-    for text, tree in watched.seen[::5]:
+    for text, tree in watched.seen[::4]:
         chain = likeliest(tree)[:3]
-        module, lm_head = drafter._heads, drafter._lm_head
-        assert chain == meant(module, lm_head, loaded, text, len(chain)), text
+        assert chain == meant(drafter._heads, drafter._lm_head, loaded, text, len(chain)), text
         checked += len(chain) > 1
     assert checked > 3
 
@@ -188,18 +190,23 @@ def test_in_an_engine_an_eagle_module_drafts_what_it_means(
 
 
 @pytest.mark.parametrize("is_int8", [False, True], ids=["float", "int8"])
-def test_beside_the_compiled_step_an_eagle_module_drafts(tmp_path: Path, is_int8: bool, no_drafter_fails: None) -> None:
+def test_beside_the_compiled_step_an_eagle_module_drafts(
+    tmp_path: Path, is_int8: bool, no_drafter_fails: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors = eagle_tensors(draft_ids=DRAFT_IDS, target=64)
     tensors["embed_tokens.weight"] = torch.randn(VOCAB, 16, generator=torch.Generator().manual_seed(3))
-    config = authors_config(target_hidden_size=64, eagle_aux_hidden_state_layer_ids=[2, 4, 6])
+    config = authors_config(target_hidden_size=64, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
     loaded = loaded_model("llama", num_hidden_layers=6)
-    drafters = make_drafters(SpeculationConfig(heads=str(write_eagle(tmp_path, tensors, config))), loaded)
+    folder = str(write_eagle(tmp_path, tensors, config))
+    drafter = make_drafters(SpeculationConfig(heads=folder), loaded).drafters[1]
+    assert isinstance(drafter, OwnKvDrafter)
     backend = CompiledBackend(loaded, library(), "int8" if is_int8 else "none")
-    plain, drafted = (
-        run(assembled(backend, 16, torch.float32, made), REQUESTS) for made in ([], list(drafters.drafters[1:]))
-    )
-    assert_same(drafted, plain)
-    assert sum(answer.accepted for answer in drafted.values()) > 0
+    plain = run(assembled(backend, 16, torch.float32, []), REQUESTS)
+    watched = Watched(drafter, monkeypatch)
+    assert_same(run(assembled(backend, 16, torch.float32, [drafter]), REQUESTS), plain)
+    assert len(watched.seen) > 20
+    if not is_int8:  # rounded products may rank two children the other way round
+        require_chains(watched, drafter, loaded_model("llama", num_hidden_layers=6))
 
 
 def test_a_checkpoints_module_can_be_left_out(tmp_path: Path) -> None:
