@@ -60,7 +60,7 @@ def train(
         bool, typer.Option("--estimate", help="Tell what the run would cost from where it stands, and stop.")
     ] = False,
     config: Annotated[
-        Path | None, typer.Option("--config", help="A YAML file such as configs/train/medusa.yaml.", metavar="FILE")
+        Path | None, typer.Option("--config", help="A YAML file such as configs/train/default.yaml.", metavar="FILE")
     ] = None,
     overrides: Annotated[
         list[str] | None,

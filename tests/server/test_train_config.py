@@ -19,7 +19,7 @@ from server.training.config import PromptSection, TrainConfig
 from server.training.prompts import PromptError
 from server.training.selection import training_prompts
 
-FILE = Path(__file__).parents[2] / "configs" / "train" / "medusa.yaml"
+FILE = Path(__file__).parents[2] / "configs" / "train" / "default.yaml"
 
 
 def dotted(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:
