@@ -65,9 +65,8 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     [
         (("--set", "engine.block_siz=8"), ("engine.block_siz: unknown key", "engine.block_size")),
         (("--port", "70000"), ("server.port", "70000", "65535")),
-        (("--set", "speculation.drafters=[eagle]"), ("speculation.drafters", "suffix, medusa")),
         (("--set", "model.quantization=int4"), ("model.quantization", "'int4'", "int8")),
-        (("--set", "speculation.drafters=[poetry]"), ("speculation.drafters", "unknown drafter")),
+        (("--set", "speculation.drafters=[poetry]"), ("speculation.drafters", "unknown drafter", "suffix, medusa")),
         (("--config", "/absent/serve.yaml"), ("/absent/serve.yaml", "No such file")),
         (("--set", "server.api_keys_file=/absent/keys"), ("server.api_keys_file", "/absent/keys")),
     ],
