@@ -17,12 +17,11 @@ from engine.first_heads import drafted_tokens
 from engine.loading import LoadedModel
 from engine.model_runner import ModelRunner
 from engine.train_estimate import Estimator, Parts
-from engine.train_job import WORK, Material, TrainJob, Watch
+from engine.train_job import CONTEXT_METHODS, WORK, Material, TrainJob, Watch
 from heads.checkpoint import Heads, LoadedHeads
 from heads.config import HELD_OUT
 from heads.data import Answer, AnswerStore, Ask, Collected, collect
 from heads.lm_head import DraftLmHead, OutputHead
-from heads.mtp import MtpModule
 from heads.streaming import StreamingHeads
 from heads.top_layers import TopLayersStore
 
@@ -45,7 +44,7 @@ def read_answers(run: Run, watch: Watch) -> list[Answer]:
     """All answers, with their contexts where the method's heads attend to them."""
     job, store = run.job, run.store
     shards = range(len(store))
-    if job.method not in (MtpModule.method, StreamingHeads.method):
+    if job.method not in CONTEXT_METHODS:
         return store.read_all()
 
     def longest() -> int:
@@ -55,7 +54,7 @@ def read_answers(run: Run, watch: Watch) -> list[Answer]:
         watch.advance("contexts", done, len(shards), "")
 
     backend, block_size, layers = run.backend, job.engine.block_size, job.settings.training.stream_layers
-    if job.method == MtpModule.method:
+    if job.method != StreamingHeads.method:
         add_contexts(store, len(shards), lambda: ContextReader(backend, longest(), block_size), progress)
         return [answer for index in shards for answer in store.read_with_contexts(index)]
     tops = TopLayersStore(store, layers)

@@ -14,12 +14,11 @@ import psutil
 from engine.backend import Backend
 from engine.contexts import ContextReader, TopLayersReader
 from engine.train_cost import Done, Machine, Rates, Workload, cost, tell
-from engine.train_job import TrainJob, Watch
+from engine.train_job import CONTEXT_METHODS, TrainJob, Watch
 from engine.train_slice import AnswerPace, Clock, made_up_answers, with_contexts
 from heads.checkpoint import Heads
 from heads.data import Answer, AnswerStore, Ask, TopLayers
 from heads.lm_head import DraftLmHead, OutputHead
-from heads.mtp import MtpModule
 from heads.streaming import StreamingHeads
 from heads.top_layers import TopLayersStore
 from heads.train import share_trained, training_rate
@@ -56,7 +55,11 @@ class Estimator:
 
     @property
     def _needs_contexts(self) -> bool:
-        return self._job.method in (MtpModule.method, StreamingHeads.method)
+        return self._job.method in CONTEXT_METHODS
+
+    @property
+    def _is_streaming(self) -> bool:
+        return self._job.method == StreamingHeads.method
 
     def measure(self, lm_head: DraftLmHead) -> None:
         """Times contexts and training steps. lm_head: with a draft vocabulary as large as the run's."""
@@ -71,7 +74,7 @@ class Estimator:
 
     def _context_adder(self, longest: int) -> Callable[[Answer], Answer]:
         backend, block_size = self._parts.backend, self._job.engine.block_size
-        if self._job.method == StreamingHeads.method:
+        if self._is_streaming:
             tops = TopLayersReader(backend, longest, block_size, self._job.settings.training.stream_layers)
             return lambda answer: dataclasses.replace(answer, read_top=functools.partial(_same, tops(answer)))
         reader = ContextReader(backend, longest, block_size)
@@ -106,8 +109,7 @@ class Estimator:
 
     def _workload(self) -> Workload:
         settings, shapes = self._job.settings, self._parts.backend.shapes
-        is_streaming = self._job.method == StreamingHeads.method
-        read = shapes[-settings.training.stream_layers :] if is_streaming else shapes[-1:]
+        read = shapes[-settings.training.stream_layers :] if self._is_streaming else shapes[-1:]
         entry = sum(shape.num_kv_heads * (shape.key_dim + shape.value_dim) for shape in read)
         return Workload(
             target=settings.answers.tokens,
@@ -118,15 +120,14 @@ class Estimator:
             hidden=self._parts.head.weight.shape[1],
             context=entry if self._needs_contexts else 0,
             parameters=sum(parameter.numel() for parameter in self._parts.heads.parameters()),
-            reads_disk=is_streaming,
+            reads_disk=self._is_streaming,
         )
 
     def _done(self) -> Done:
         store, size = self._parts.store, self._job.settings.answers.shard_size
         counts = [store.count_tokens(index) for index in range(len(store))]
         entries = 0
-        layers, is_streaming = self._job.settings.training.stream_layers, self._job.method == StreamingHeads.method
-        contexts = TopLayersStore(store, layers) if is_streaming else store
+        contexts = TopLayersStore(store, self._job.settings.training.stream_layers) if self._is_streaming else store
         for index, count in enumerate(counts):
             if contexts.has_contexts(index):
                 shard = self._parts.asks[index * size : (index + 1) * size]

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.config import EngineConfig, ModelConfig, TrainingConfig
+from heads.mtp import MtpModule
+from heads.streaming import StreamingHeads
 
 if TYPE_CHECKING:
     from engine.changed_model import Change
 
 
 WORK = "work"  # inside the folder of heads: answers, checkpoint and log of the run
+# Whose heads attend to the text, so that training reads contexts of the answers.
+CONTEXT_METHODS = (MtpModule.method, StreamingHeads.method)
 MODEL = "model"  # inside the folder of heads: the base model, where it was trained too
 
 
