@@ -120,16 +120,19 @@ class Drafting:
                 log.exception("drafter %s could not learn from its feedback", drafter.method)
 
     def _propose(self, requests: Sequence[Request], batch: int) -> None:
-        if not requests:
+        asking = [
+            drafter
+            for drafter in self.drafters
+            if any(drafter in self._chosen(request) for request in requests) and self._pace.asks(drafter.method, batch)
+        ]
+        if not asking:
             return
         trees: dict[str, list[DraftTree]] = {request.request_id: [] for request in requests}
         least = self._pace.least_survival(batch, batch * self._limits.max_draft_tokens)
         worth = self._pace.token_seconds(batch)
         contexts_of = {request.request_id: self._context(request, least, worth) for request in requests}
-        for drafter in self.drafters:
-            contexts = [contexts_of[r.request_id] for r in requests if drafter in self._chosen(r)]
-            if not contexts or not self._pace.asks(drafter.method, batch):
-                continue
+        for drafter in asking:
+            contexts = [contexts_of[request.request_id] for request in requests if drafter in self._chosen(request)]
             began = time.perf_counter()
             try:
                 proposals = drafter.propose(contexts)

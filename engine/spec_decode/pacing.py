@@ -17,7 +17,7 @@ from engine.spec_decode.controller import StepCosts, plain_seconds
 _TRIALS = 3  # proposals before a book is believed
 _WEIGHT = 0.1  # of the newest proposal in the average
 _PROBE_WEIGHT = 0.5  # of one made after a pause
-_SHARE = 0.005  # of the time between them that probes may lose
+_SHARE = 0.002  # of the time between them that probes of one method may lose
 _LONGEST_PAUSE = 256  # steps
 
 

@@ -42,8 +42,8 @@ def test_drafts_that_pay_are_always_made() -> None:
 def test_drafts_that_are_never_verified_are_made_as_often_as_costs_next_to_nothing() -> None:
     asked = played(DraftPace(COSTS), 3000, scheduled(), 0.002)
     assert asked[:3] == [0, 1, 2]
-    # 2 ms are half a percent of forty steps of 10 ms.
-    assert {after - before - 1 for before, after in itertools.pairwise(asked[2:])} == {40}
+    # 2 ms are a fifth of a percent of a hundred steps of 10 ms.
+    assert {after - before - 1 for before, after in itertools.pairwise(asked[2:])} == {100}
     dear = played(DraftPace(COSTS), 3000, scheduled(), 0.1)
     assert {after - before - 1 for before, after in itertools.pairwise(dear[2:])} == {256}
 
