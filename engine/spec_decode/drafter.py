@@ -110,6 +110,16 @@ class KvOwner(Protocol):
         ...
 
 
+@runtime_checkable
+class TextReader(Protocol):
+    """What a drafter also is that learns the text by heart. The time for that is the same small share of a request's
+    own however often drafts are made, so it does not speak against making them (``pacing``)."""
+
+    def read(self, contexts: Sequence[DraftContext]) -> None:
+        """Takes in what was written since the last time; called before ``propose``."""
+        ...
+
+
 class Drafter(Protocol):
     """A source of drafts. It changes the speed, never the text: any tokens it returns are verified.
 

@@ -18,6 +18,7 @@ from engine.spec_decode.drafter import (
     ExtraRows,
     HiddenStates,
     KvOwner,
+    TextReader,
 )
 from engine.spec_decode.pacing import DraftPace
 from engine.spec_decode.tree import DraftTree, merged
@@ -44,6 +45,7 @@ class Drafting:
         """costs: of a step, by its rows; None asks every drafter at every step."""
         self.drafters = tuple(drafters)
         self._owners = [(drafter, drafter) for drafter in drafters if isinstance(drafter, KvOwner)]
+        self._readers = {drafter.method: drafter for drafter in drafters if isinstance(drafter, TextReader)}
         self._pace = DraftPace(costs)
         self._limits = limits
         self._vocab_size = vocab_size
@@ -133,8 +135,10 @@ class Drafting:
         contexts_of = {request.request_id: self._context(request, least, worth) for request in requests}
         for drafter in asking:
             contexts = [contexts_of[request.request_id] for request in requests if drafter in self._chosen(request)]
-            began = time.perf_counter()
             try:
+                if (reader := self._readers.get(drafter.method)) is not None:
+                    reader.read(contexts)
+                began = time.perf_counter()
                 proposals = drafter.propose(contexts)
             except Exception:
                 log.exception("drafter %s failed; this step has none of its drafts", drafter.method)

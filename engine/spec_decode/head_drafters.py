@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from engine.spec_decode.drafter import Drafter
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
@@ -32,14 +34,13 @@ def head_drafter(
     eos_token_ids: tuple[int, ...] = (),
 ) -> Drafter:
     """The drafter of the heads' method. Preparing it changes heads and lm_head for good."""
+    options: dict[str, Any] = {"calibration": calibration, "coupling": coupling, "eos_token_ids": eos_token_ids}
     if isinstance(heads, MtpModule) and heads.shape.kv == "base":
-        return MtpDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+        return MtpDrafter(heads, lm_head, **options)
     if isinstance(heads, MarkovHeads):
-        return MarkovDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+        return MarkovDrafter(heads, lm_head, **options)
     if isinstance(heads, MedusaHeads):
-        return MedusaDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+        return MedusaDrafter(heads, lm_head, **options)
     if isinstance(heads, StreamingHeads):
-        return StreamingDrafter(heads, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
-    return OwnKvDrafter(
-        heads, lm_head, method=heads.method, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids
-    )
+        return StreamingDrafter(heads, lm_head, **options)
+    return OwnKvDrafter(heads, lm_head, method=heads.method, **options)

@@ -6,27 +6,20 @@ depth has the same children.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic
 
 import torch
 
 from engine.spec_decode.acceptance import AcceptanceTable
-from engine.spec_decode.candidates import Candidates, HeadCompute
-from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
-from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRanking, Offer, RankedRow, offer_of
+from engine.spec_decode.candidates import Candidates
+from engine.spec_decode.drafter import DraftContext, DraftFeedback
+from engine.spec_decode.drafter_base import HeadDrafter, HeadsT
+from engine.spec_decode.head_ranking import MIN_SURVIVAL, Offer, RankedRow, offer_of
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.best_first import best_tree
-from heads.config import Calibration
-from heads.lm_head import DraftLmHead
-from heads.loss import DraftHeads
-
-if TYPE_CHECKING:
-    from engine.model_runner import ModelRunner
-
-HeadsT = TypeVar("HeadsT", bound=DraftHeads)
 
 
 @dataclass(slots=True)
@@ -39,37 +32,8 @@ class _RequestState:
     asked: list[dict[int, float]] = field(default_factory=list)
 
 
-class IndependentDrafter(ABC, Generic[HeadsT]):
+class IndependentDrafter(HeadDrafter[HeadsT, _RequestState], Generic[HeadsT]):
     """See the module's docstring. One kind of heads is a ``method`` and its ``_logits``."""
-
-    method: str
-    needs_hidden = True
-    hidden_layers: tuple[int, ...] = ()
-    max_extra_rows = 0
-
-    def __init__(
-        self,
-        heads: HeadsT,
-        lm_head: DraftLmHead,
-        *,
-        calibration: Calibration | None = None,
-        coupling: bool = True,
-        eos_token_ids: tuple[int, ...] = (),
-    ) -> None:
-        self._heads = heads
-        self._lm_head = lm_head
-        self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)
-        self._calibrations = Calibrations(heads.num_heads, calibration)
-        self._requests: dict[str, _RequestState] = {}
-
-    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
-        """Packs the heads: afterwards they cannot be trained or saved any more."""
-        self._ranking.compute = compute
-        self._pack(compute, runner)
-
-    @abstractmethod
-    def _pack(self, compute: HeadCompute, runner: ModelRunner) -> None:
-        """Makes the heads ready to draft."""
 
     @abstractmethod
     def _logits(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
@@ -141,9 +105,6 @@ class IndependentDrafter(ABC, Generic[HeadsT]):
             self._requests[context.request_id] = state
         return state
 
-    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
-        return None
-
     def observe(self, feedback: DraftFeedback) -> None:
         """Counts the candidates of each depth that was reached: those are the depths whose parents were right."""
         state = self._requests.get(feedback.request_id)
@@ -153,6 +114,3 @@ class IndependentDrafter(ABC, Generic[HeadsT]):
             for candidate, confidence in asked.items():
                 table.record(confidence, candidate == token)
         state.asked = []
-
-    def release(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,6 @@ from engine.spec_decode.draft_block import DraftBlock
 from engine.spec_decode.drafter import CommittedRows, DraftContext, HiddenStates
 from engine.spec_decode.own_kv import OwnKvBlock, block_bytes
 from engine.spec_decode.path_drafter import PathDrafter, committed
-from heads.config import Calibration
 from heads.lm_head import DraftLmHead
 from heads.recursive import OwnKvModule
 
@@ -24,17 +23,9 @@ class OwnKvDrafter(PathDrafter[OwnKvModule]):
     """Also a ``KvOwner``: every request's verified tokens get entries, since the prefix cache may hand its blocks to
     one that drafts."""
 
-    def __init__(
-        self,
-        module: OwnKvModule,
-        lm_head: DraftLmHead,
-        *,
-        method: str,
-        calibration: Calibration | None = None,
-        coupling: bool = True,
-        eos_token_ids: tuple[int, ...] = (),
-    ) -> None:
-        super().__init__(module, lm_head, calibration=calibration, coupling=coupling, eos_token_ids=eos_token_ids)
+    def __init__(self, module: OwnKvModule, lm_head: DraftLmHead, *, method: str, **options: Any) -> None:
+        """options: as ``HeadDrafter`` takes them."""
+        super().__init__(module, lm_head, **options)
         self.method = method
         self.hidden_layers = module.hidden_layers
         self._own: OwnKvBlock | None = None

@@ -8,35 +8,26 @@ grows its trees alike).
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 
 from engine.spec_decode.acceptance import AcceptanceTable
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import MAX_PASS_ROWS, Committed, DepthRows, DraftBlock, DraftPass
-from engine.spec_decode.drafter import DraftContext, DraftFeedback, ExtraRows
-from engine.spec_decode.head_ranking import MIN_SURVIVAL, Calibrations, HeadRanking, RankedRow, offer_of
+from engine.spec_decode.drafter import DraftContext, DraftFeedback
+from engine.spec_decode.drafter_base import HeadDrafter, HeadsT
+from engine.spec_decode.head_ranking import MIN_SURVIVAL, RankedRow, offer_of
 from engine.spec_decode.tree import ROOT, DraftTree
-from heads.config import Calibration
 from heads.lm_head import DraftLmHead
 from heads.mtp import MtpModule
 
 if TYPE_CHECKING:
     from engine.model_runner import ModelRunner
 
-
-class _Deep(Protocol):
-    """Heads of some depths."""
-
-    @property
-    def num_heads(self) -> int: ...
-
-
-HeadsT = TypeVar("HeadsT", bound=_Deep)
 
 _BEAM = 8  # nodes of a request that get children at one depth
 _CHILDREN = 8  # of a node at most
@@ -82,35 +73,17 @@ def committed(context: DraftContext) -> Committed:
     return Committed(context.block_ids, len(context.token_ids) - 1)
 
 
-class PathDrafter(ABC, Generic[HeadsT]):
+class PathDrafter(HeadDrafter[HeadsT, _RequestState], Generic[HeadsT]):
     """See the module's docstring. One kind of heads is a ``method`` and its ``DraftBlock``."""
 
-    method: str
-    needs_hidden = True
-    hidden_layers: tuple[int, ...] = ()
-    max_extra_rows = 0
-
-    def __init__(
-        self,
-        heads: HeadsT,
-        lm_head: DraftLmHead,
-        *,
-        calibration: Calibration | None = None,
-        coupling: bool = True,
-        eos_token_ids: tuple[int, ...] = (),
-    ) -> None:
-        self._heads = heads
-        self._lm_head = lm_head
-        self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)
-        self._calibrations = Calibrations(heads.num_heads, calibration)
-        self._requests: dict[str, _RequestState] = {}
+    def __init__(self, heads: HeadsT, lm_head: DraftLmHead, **options: Any) -> None:
+        """options: as ``HeadDrafter`` takes them."""
+        super().__init__(heads, lm_head, **options)
         self._block: DraftBlock | None = None
         self._seconds: dict[int, float] = {}  # of a depth below the first, by the bit length of its rows
         self._best_rate = [0.5] * (heads.num_heads + 1)  # of a node's likeliest child, by depth
 
-    def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
-        """Packs the heads: afterwards they cannot be trained or saved any more."""
-        self._ranking.compute = compute
+    def _pack(self, compute: HeadCompute, runner: ModelRunner) -> None:
         self._block = self._make_block(compute, runner)
 
     @abstractmethod
@@ -219,9 +192,6 @@ class PathDrafter(ABC, Generic[HeadsT]):
         """Nothing: below the others' nodes it would take another pass."""
         return
 
-    def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
-        return None
-
     def observe(self, feedback: DraftFeedback) -> None:
         """Counts the children of every node on the way that the text took."""
         state = self._requests.get(feedback.request_id)
@@ -235,9 +205,6 @@ class PathDrafter(ABC, Generic[HeadsT]):
                 table.record(confidence, candidate == token)
             node = state.tree.child(node, token)
         state.asked = {}
-
-    def release(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
 
 
 class MtpDrafter(PathDrafter[MtpModule]):

@@ -69,7 +69,7 @@ class StreamingDrafter(IndependentDrafter[StreamingHeads]):
     _pass: StreamPass
 
     def __init__(self, heads: StreamingHeads, lm_head: DraftLmHead, **options: Any) -> None:
-        """heads: attached to their base model. options: as ``IndependentDrafter`` takes them."""
+        """heads: attached to their base model. options: as ``HeadDrafter`` takes them."""
         super().__init__(heads, lm_head, **options)
         self.hidden_layers = (heads.entry,)
 

@@ -145,7 +145,13 @@ class SuffixDrafter:
     def prepare(self, compute: HeadCompute, runner: ModelRunner) -> None:
         """Nothing: it computes with the text alone."""
 
+    def read(self, contexts: Sequence[DraftContext]) -> None:
+        """Indexes the tokens that came since the last time."""
+        for context in contexts:
+            self._state(context).index.extend(context.token_ids)
+
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+        self.read(contexts)
         return [self._propose(context) for context in contexts]
 
     def extra_rows(self, context: DraftContext, tree: DraftTree) -> ExtraRows | None:
@@ -154,12 +160,15 @@ class SuffixDrafter:
     def release(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
 
-    def _propose(self, context: DraftContext) -> DraftTree:
+    def _state(self, context: DraftContext) -> _RequestState:
         state = self._requests.get(context.request_id)
         if state is None:
             state = _RequestState(self._acceptance.child())
             self._requests[context.request_id] = state
-        state.index.extend(context.token_ids)
+        return state
+
+    def _propose(self, context: DraftContext) -> DraftTree:
+        state = self._state(context)
         state.origins = {}
         tree = DraftTree()
         matches = state.index.matches(context.token_ids)

@@ -16,6 +16,7 @@ from engine.spec_decode.drafter import (
     ExtraRows,
     HiddenStates,
     KvOwner,
+    TextReader,
 )
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.config import CONFIDENCE_EDGES
@@ -98,6 +99,10 @@ class WatchedDrafter:
     def store(self, hidden: HiddenStates, committed: Sequence[CommittedRows]) -> None:
         if isinstance(self._inner, KvOwner):
             self._inner.store(hidden, committed)
+
+    def read(self, contexts: Sequence[DraftContext]) -> None:
+        if isinstance(self._inner, TextReader):
+            self._inner.read(contexts)
 
     def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
         if not self._is_chain:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Sequence
 
+import pytest
+
+from engine.commit import Emission
+from engine.outputs import TokenOutput
 from engine.request import Request
 from engine.sampling_params import EngineRequest, SamplingParams
-from engine.scheduler import ScheduledRequest
+from engine.scheduler import ScheduledRequest, SchedulerLimits
 from engine.spec_decode.controller import StepCosts
+from engine.spec_decode.drafter import DraftContext
+from engine.spec_decode.drafting import Drafting
 from engine.spec_decode.pacing import DraftPace
+from engine.spec_decode.suffix import SuffixDrafter
 from engine.spec_decode.tree import ROOT, DraftTree
 
 COSTS = StepCosts({1: 0.010, 2: 0.011, 4: 0.013, 8: 0.020})
@@ -93,3 +102,28 @@ def test_what_another_method_saves_does_not_count() -> None:
 
 def test_without_costs_every_drafter_is_asked() -> None:
     assert len(played(DraftPace(), 300, scheduled(), 1.0)) == 300
+
+
+@pytest.mark.parametrize("slow", ["read", "propose"])
+def test_learning_the_text_does_not_speak_against_drafting(slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    asked = 0
+
+    class Slow(SuffixDrafter):
+        def read(self, contexts: Sequence[DraftContext]) -> None:
+            nonlocal now
+            now += 0.002 * (slow == "read")
+
+        def propose(self, contexts: Sequence[DraftContext]) -> list[DraftTree]:
+            nonlocal now, asked
+            asked += 1
+            now += 0.002 * (slow == "propose")
+            return [DraftTree() for _ in contexts]
+
+    drafting = Drafting([Slow()], SchedulerLimits(1, 8, 64, 4), vocab_size=9, block_size=4, costs=COSTS)
+    item = scheduled()[0]
+    for _ in range(30):
+        drafting.learn_and_propose([(item.request, Emission(tokens=(TokenOutput(1),)))])
+        drafting.settle([item])
+    assert asked == (30 if slow == "read" else 3)
