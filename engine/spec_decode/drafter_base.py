@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypedDict, TypeVar
 
 from engine.spec_decode.candidates import HeadCompute
+from engine.spec_decode.draft_block import Committed
 from engine.spec_decode.drafter import DraftContext, ExtraRows
 from engine.spec_decode.head_ranking import Calibrations, HeadRanking
 from engine.spec_decode.tree import DraftTree
@@ -27,6 +28,20 @@ HeadsT = TypeVar("HeadsT", bound=_Deep)
 StateT = TypeVar("StateT")  # of a request
 
 
+class HeadOptions(TypedDict, total=False):
+    """What ``HeadDrafter`` takes beside the heads. calibration: measured after training; None trusts the heads' word.
+    coupling: draft with the verification's own noise."""
+
+    calibration: Calibration | None
+    coupling: bool
+    eos_token_ids: tuple[int, ...]
+
+
+def committed(context: DraftContext) -> Committed:
+    """What of a request's text is in the cache: all but the newest token."""
+    return Committed(context.block_ids, len(context.token_ids) - 1)
+
+
 class HeadDrafter(ABC, Generic[HeadsT, StateT]):
     """See the module's docstring. A kind of drafting adds ``propose``, ``extend`` and ``observe``."""
 
@@ -44,8 +59,7 @@ class HeadDrafter(ABC, Generic[HeadsT, StateT]):
         coupling: bool = True,
         eos_token_ids: tuple[int, ...] = (),
     ) -> None:
-        """calibration: measured after training; None trusts the heads' word. coupling: draft with the verification's
-        own noise."""
+        """See ``HeadOptions``."""
         self._heads = heads
         self._lm_head = lm_head
         self._ranking = HeadRanking(lm_head, coupling=coupling, eos_token_ids=eos_token_ids)

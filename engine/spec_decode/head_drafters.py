@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Unpack
 
 from engine.spec_decode.drafter import Drafter
+from engine.spec_decode.drafter_base import HeadOptions
 from engine.spec_decode.markov import MarkovDrafter
 from engine.spec_decode.medusa import MedusaDrafter
 from engine.spec_decode.own_kv_drafter import OwnKvDrafter
 from engine.spec_decode.path_drafter import MtpDrafter
 from engine.spec_decode.streaming import StreamingDrafter
 from heads.checkpoint import Heads
-from heads.config import Calibration
 from heads.eagle import METHOD as EAGLE
 from heads.lm_head import DraftLmHead
 from heads.markov import MarkovHeads
@@ -25,16 +25,8 @@ HEAD_METHODS = (MedusaDrafter.method, MarkovDrafter.method, MtpDrafter.method, S
 KV_METHODS = (MtpDrafter.method, StreamingDrafter.method)
 
 
-def head_drafter(
-    heads: Heads | OwnKvModule,
-    lm_head: DraftLmHead,
-    *,
-    calibration: Calibration | None = None,
-    coupling: bool = True,
-    eos_token_ids: tuple[int, ...] = (),
-) -> Drafter:
+def head_drafter(heads: Heads | OwnKvModule, lm_head: DraftLmHead, **options: Unpack[HeadOptions]) -> Drafter:
     """The drafter of the heads' method. Preparing it changes heads and lm_head for good."""
-    options: dict[str, Any] = {"calibration": calibration, "coupling": coupling, "eos_token_ids": eos_token_ids}
     if isinstance(heads, MtpModule) and heads.shape.kv == "base":
         return MtpDrafter(heads, lm_head, **options)
     if isinstance(heads, MarkovHeads):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import DraftBlock
 from engine.spec_decode.drafter import CommittedRows, DraftContext, HiddenStates
+from engine.spec_decode.drafter_base import HeadOptions, committed
 from engine.spec_decode.own_kv import OwnKvBlock, block_bytes
-from engine.spec_decode.path_drafter import PathDrafter, committed
+from engine.spec_decode.path_drafter import PathDrafter
 from heads.lm_head import DraftLmHead
 from heads.recursive import OwnKvModule
 
@@ -23,8 +24,9 @@ class OwnKvDrafter(PathDrafter[OwnKvModule]):
     """Also a ``KvOwner``: every request's verified tokens get entries, since the prefix cache may hand its blocks to
     one that drafts."""
 
-    def __init__(self, module: OwnKvModule, lm_head: DraftLmHead, *, method: str, **options: Any) -> None:
-        """options: as ``HeadDrafter`` takes them."""
+    def __init__(
+        self, module: OwnKvModule, lm_head: DraftLmHead, *, method: str, **options: Unpack[HeadOptions]
+    ) -> None:
         super().__init__(module, lm_head, **options)
         self.method = method
         self.hidden_layers = module.hidden_layers

@@ -11,15 +11,15 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic
+from typing import TYPE_CHECKING, Generic, Unpack
 
 import torch
 
 from engine.spec_decode.acceptance import AcceptanceTable
 from engine.spec_decode.candidates import HeadCompute
-from engine.spec_decode.draft_block import MAX_PASS_ROWS, Committed, DepthRows, DraftBlock, DraftPass
+from engine.spec_decode.draft_block import MAX_PASS_ROWS, DepthRows, DraftBlock, DraftPass
 from engine.spec_decode.drafter import DraftContext, DraftFeedback
-from engine.spec_decode.drafter_base import HeadDrafter, HeadsT
+from engine.spec_decode.drafter_base import HeadDrafter, HeadOptions, HeadsT, committed
 from engine.spec_decode.head_ranking import MIN_SURVIVAL, RankedRow, offer_of
 from engine.spec_decode.tree import ROOT, DraftTree
 from heads.lm_head import DraftLmHead
@@ -68,16 +68,10 @@ class _Growing:
         return [self.rows[step] for step in (ROOT, *self.tree.ancestors(node))]
 
 
-def committed(context: DraftContext) -> Committed:
-    """What of a request's text is in the cache: all but the newest token."""
-    return Committed(context.block_ids, len(context.token_ids) - 1)
-
-
 class PathDrafter(HeadDrafter[HeadsT, _RequestState], Generic[HeadsT]):
     """See the module's docstring. One kind of heads is a ``method`` and its ``DraftBlock``."""
 
-    def __init__(self, heads: HeadsT, lm_head: DraftLmHead, **options: Any) -> None:
-        """options: as ``HeadDrafter`` takes them."""
+    def __init__(self, heads: HeadsT, lm_head: DraftLmHead, **options: Unpack[HeadOptions]) -> None:
         super().__init__(heads, lm_head, **options)
         self._block: DraftBlock | None = None
         self._seconds: dict[int, float] = {}  # of a depth below the first, by the bit length of its rows

@@ -6,7 +6,7 @@ What the streams store of themselves lives for one pass; it is never part of a r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, Unpack
 
 import torch
 
@@ -14,6 +14,7 @@ from engine.attention.cache import PagedKV
 from engine.spec_decode.candidates import HeadCompute
 from engine.spec_decode.draft_block import Committed, slots_of
 from engine.spec_decode.drafter import DraftContext
+from engine.spec_decode.drafter_base import HeadOptions, committed
 from engine.spec_decode.independent_drafter import IndependentDrafter
 from heads.lm_head import DraftLmHead
 from heads.streaming import Rows, StreamingHeads
@@ -68,8 +69,8 @@ class StreamingDrafter(IndependentDrafter[StreamingHeads]):
     method = StreamingHeads.method
     _pass: StreamPass
 
-    def __init__(self, heads: StreamingHeads, lm_head: DraftLmHead, **options: Any) -> None:
-        """heads: attached to their base model. options: as ``HeadDrafter`` takes them."""
+    def __init__(self, heads: StreamingHeads, lm_head: DraftLmHead, **options: Unpack[HeadOptions]) -> None:
+        """heads: attached to their base model."""
         super().__init__(heads, lm_head, **options)
         self.hidden_layers = (heads.entry,)
 
@@ -79,5 +80,5 @@ class StreamingDrafter(IndependentDrafter[StreamingHeads]):
     def _logits(self, contexts: Sequence[DraftContext]) -> torch.Tensor:
         entry = self._heads.entry
         states = [context.accepted.layers[entry] for context in contexts if context.accepted is not None]
-        requests = [Committed(context.block_ids, len(context.token_ids) - 1) for context in contexts]
+        requests = [committed(context) for context in contexts]
         return self._pass(requests, torch.stack(states))
